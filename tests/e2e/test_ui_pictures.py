@@ -30,8 +30,8 @@ from tests.support.pictures import folder_of_pictures, save
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.cli.front_door import FrontDoor
-from commutator.cli.top.view import History, view
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator_console.view import History, view
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

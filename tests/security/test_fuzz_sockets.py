@@ -28,15 +28,16 @@ from tests.support.fuzz_process import (
 )
 from tests.support.fuzz_target import KEY
 
+from commutator.contract.operations import OperationsContext
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
 from commutator.engine.protocol import pack_request
 from commutator.engine.versions import PROTOCOLS
-from commutator.frontend import LiveFeed
 from commutator.planner.reports import DoorReport, RoleCounts
-from commutator_http.app import build_app, build_local_app, build_operations_app
+from commutator_console.console import Console
+from commutator_console.page import PAGE_PATHS
+from commutator_http.app import build_app, build_local_app
 from commutator_http.config import HttpConfig
-from commutator_http.ui import PAGE_PATHS
 
 pytestmark = pytest.mark.security
 
@@ -252,13 +253,12 @@ def http_requests(*headers: bytes) -> st.SearchStrategy[bytes]:
 def test_no_path_is_forgotten() -> None:
     """Each route of each application stands in the list of what is fuzzed."""
     services = make_services(FakeDispatcher())
-    feed = LiveFeed(services)
+    services.operations = [Console(OperationsContext(services=services, local_socket=None))]
     forgotten = {
         route.resource.canonical
         for app in (
-            build_app(HttpConfig(), services, feed=feed),
-            build_local_app(HttpConfig(), services, "door.sock", feed),
-            build_operations_app(services, None, feed),
+            build_app(HttpConfig(), services),
+            build_local_app(HttpConfig(), services, [], "door.sock"),
         )
         for route in app.router.routes()
         if route.resource is not None and not is_fuzzed(route.resource.get_info())

@@ -14,6 +14,7 @@ from attrs import fields as attrs_fields
 from commutator.auth.gate import Gate
 from commutator.contract.door import FrontendConfig
 from commutator.contract.observer import Observer
+from commutator.contract.operations import OperationsConfig
 from commutator.contract.request import (
     UNKNOWN_CALLER,
     Caller,
@@ -30,7 +31,7 @@ from commutator.errors import EngineError
 from commutator.frontend import Forward, FrontendServices
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.process import serve_frontend
-from commutator.plugins import installed_plugins
+from commutator.plugins import PluginHost, installed_plugins
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.prefix_index.health import EventWarning
@@ -411,20 +412,26 @@ async def front_door(
     settle_s: float = 0.0,
     local_socket: str | None = None,
     gate: Gate | None = None,
+    host: PluginHost | None = None,
+    operations: Sequence[OperationsConfig] | None = None,
     **config: Any,
 ) -> AsyncIterator[FrontDoor]:
-    """Serve while the block lasts; ``config`` are those of ``frontend_config``."""
+    """Serve while the block lasts; ``config`` are those of ``frontend_config``.
+
+    ``host``: by default every installed plugin. ``operations`` as in a configuration.
+    """
     settings = frontend_config(port=port, **config)
     services = make_services(dispatcher, models, settings, gate)
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         serve_frontend(
-            installed_plugins(),
+            host or installed_plugins(),
             services,
             stop,
             on_listening=listening.set_result,
             drain_timeout_s=drain_timeout_s,
+            operations=operations,
             local_socket=local_socket,
             settle_s=settle_s,
         )

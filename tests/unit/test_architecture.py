@@ -43,6 +43,7 @@ OF_CORE = {
     KIT,
     "commutator_openai",
     "commutator_replay",
+    "commutator_console",
     "commutator_scaffold",
     "commutator_testing",
 }

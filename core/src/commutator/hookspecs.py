@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         LauncherRegister,
         LimiterRegister,
         ObserverRegister,
+        OperationsRegister,
         ParserRegister,
         PlannerRegister,
         ProtocolRegister,
@@ -170,6 +171,17 @@ def limiter_register(register: LimiterRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``LimiterConfig``; ``factory(config)`` makes one ``Limiter`` in each front door, for its half
     there, and one in each supervisor, for its service. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def operations_register(register: OperationsRegister) -> None:
+    """Called once at start, in every process. Offer operations: what operators see and do.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``OperationsConfig``; ``factory(config, context)`` makes one ``Operations`` for each entry of
+    `operations` in each front-door process; its routes are on every door that serves operators.
+    Import aiohttp inside the factory, not here. Collect-all; must not block.
     """
 
 

@@ -43,6 +43,7 @@ from commutator.contract.observer import (
     PromptObserver,
     PromptObserverConfig,
 )
+from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -195,6 +196,9 @@ class PluginHost(Observer):
         self.parsers: Catalog[Callable[[Any], AnswerParser]] = Catalog(
             "parser", ParserConfig, _must_be_factory
         )
+        self.operations: Catalog[Callable[[Any, OperationsContext], Operations]] = Catalog(
+            "operations", OperationsConfig, _must_be_factory
+        )
         self.registries: Catalog[Callable[[Any], Registry]] = Catalog(
             "registry", RegistryConfig, _must_be_factory
         )
@@ -227,6 +231,7 @@ class PluginHost(Observer):
             "door_register": self.doors,
             "protocol_register": self.protocols,
             "parser_register": self.parsers,
+            "operations_register": self.operations,
             "registry_register": self.registries,
             "launcher_register": self.launchers,
             "event_bus_register": self.event_buses,

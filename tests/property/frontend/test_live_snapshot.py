@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.worker import EdgeStatistics, KvStatistics, TierState
-from commutator.frontend.snapshot import (
+from commutator_console.snapshot import (
     DEVICE,
     DoorPart,
     Event,

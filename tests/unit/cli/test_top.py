@@ -16,10 +16,10 @@ from tests.support.principals import gate_of
 
 from commutator.cli.front_door import LostError
 from commutator.cli.main import main
-from commutator.cli.top.command import followed
-from commutator.cli.top.view import History, view
 from commutator.contract.principal import Principal
 from commutator.errors import CommutatorError
+from commutator_console.top import followed
+from commutator_console.view import History, view
 
 LATENCY = {"count": 3, "mean_s": 0.2, "p50_s": 0.25, "p95_s": 1.5}
 

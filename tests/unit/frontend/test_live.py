@@ -18,12 +18,11 @@ from tests.support.principals import gate_of, key_of
 from commutator.contract.principal import Principal
 from commutator.contract.worker import EngineLoad
 from commutator.errors import OverloadedError
-from commutator.frontend import LIVE_PATH, LiveFeed
 from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
 from commutator.registry.unready import UnreadyState, UnreadyWorker
-from commutator_http.config import HttpConfig
-from commutator_http.ui import PAGE_PATHS
+from commutator_console.live import LIVE_PATH, LiveFeed
+from commutator_console.page import PAGE_PATHS
 
 PRINCIPALS = (
     Principal(name="root", permissions=frozenset({"admin"})),
@@ -284,11 +283,3 @@ async def test_browsers_find_the_page_at_the_root_and_others_find_nothing() -> N
             assert answer.content_type == "text/html"
         code, body = await door.get("/")
         assert (code, body["error"]["code"]) == (404, "not_found")
-
-
-def test_the_front_door_needs_no_feed_of_its_own() -> None:
-    """Two applications of one process share theirs; an application alone makes one."""
-    from commutator_http.app import build_app
-
-    app = build_app(HttpConfig(), make_services(FakeDispatcher()))
-    assert LIVE_PATH in {resource.canonical for resource in app.router.resources()}

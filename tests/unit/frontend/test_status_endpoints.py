@@ -14,9 +14,10 @@ from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_
 
 from commutator import __version__
 from commutator.contract.worker import KvStatistics, TierState
-from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
+from commutator.frontend import ADMIN_PREFIX, admin_routes
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.routing.disagg.prefill_pool import QueueState
+from commutator_console.live import LiveFeed, live_routes
 
 
 def statistics_of(tier: str, *, up: bool) -> KvStatistics:
@@ -253,7 +254,7 @@ async def test_openapi_describes_what_is_answered() -> None:
         assert document["openapi"] == "3.1.0"
         admin = [
             *admin_routes(door.services, lambda _: "root"),
-            *live_routes(LiveFeed(door.services), lambda _: "root"),
+            *live_routes(LiveFeed(door.services)),
         ]
         assert {
             (path, method)

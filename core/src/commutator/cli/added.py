@@ -25,6 +25,7 @@ PACKAGES = {
     "new-plugin": "commutator-scaffold",
     "planner search": "commutator-replay",
     "replay": "commutator-replay",
+    "top": "commutator-console",
 }
 """Commands of our other packages; an error names the package to install."""
 

@@ -7,7 +7,7 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from email.message import Message
 from functools import wraps
@@ -20,7 +20,7 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError
 
-__all__ = ["FrontDoor", "LostError", "front_door_options", "prompt_options"]
+__all__ = ["FrontDoor", "LostError", "front_door_options", "prompt_options", "start_text"]
 
 _LIVE = "/admin/live"
 _SILENT_S = 10.0
@@ -303,3 +303,14 @@ def _base_url(_context: click.Context, _option: click.Parameter, url: str | None
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"expected http://HOST:PORT, got {url}")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def start_text(one: Mapping[str, Any], now_unix_s: float) -> str:
+    """What is known of a worker that is not in the registry, for people."""
+    since_s = max(0.0, now_unix_s - one["since_unix_s"])
+    text = f"for {since_s:.0f} s"
+    if one["cause"] is not None:
+        text += f": {one['cause']}"
+    if one["next_start_unix_s"] is not None:
+        text += f"; starts again in {max(0.0, one['next_start_unix_s'] - now_unix_s):.0f} s"
+    return text

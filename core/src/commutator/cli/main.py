@@ -37,7 +37,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "commutator.cli.worker:worker",
         "List workers; drain one, change its role; run some of a cluster.",
     ),
-    "top": ("commutator.cli.top.command:top", "Show a running deployment live, in the terminal."),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "planner": (
         "commutator.cli.planner.command:planner",

@@ -10,10 +10,9 @@ from urllib.parse import quote
 
 import click
 
-from commutator.cli.front_door import FrontDoor, front_door_options
+from commutator.cli.front_door import FrontDoor, front_door_options, start_text
 from commutator.cli.options import NumberRange, files_argument, override_options
 from commutator.cli.serve import must_be_shared, run_deployment
-from commutator.cli.top.starts import start_text
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
 

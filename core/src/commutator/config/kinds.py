@@ -20,6 +20,7 @@ from commutator.contract.fairness import FairnessConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.operations import OperationsConfig
 from commutator.contract.parser import ParserConfig
 from commutator.contract.planner import ConstraintConfig, ForecasterConfig, PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
@@ -91,6 +92,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     ObserverConfig: lambda host: host.observers,
     AuthenticatorConfig: lambda host: host.authenticators,
     LimiterConfig: lambda host: host.limiters,
+    OperationsConfig: lambda host: host.operations,
     DoorConfig: lambda host: host.doors,
     ProtocolConfig: lambda host: host.protocols,
     ParserConfig: lambda host: host.parsers,
@@ -122,7 +124,7 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
         text += f"; pip install {package}"
     if catalog is host.doors and kind in host.protocols.kinds:
         text += f"; {kind} is a protocol: write protocols: [{{kind: {kind}}}] instead"
-    elif catalog in (host.doors, host.protocols):
+    elif catalog in (host.doors, host.protocols, host.operations):
         text += f"; install its package, such as commutator-{kind}"
     return text
 

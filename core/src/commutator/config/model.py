@@ -16,6 +16,7 @@ from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.operations import OperationsConfig
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registry import RegistryConfig
@@ -274,6 +275,12 @@ class Config:
         "What counts requests against the limits of principals: by default `ledger` where "
         "commutator-limits is installed.",
         factory=lambda: LimiterConfig(kind="unlimited"),
+    )
+    operations: tuple[OperationsConfig, ...] | None = setting(
+        "What operators see and do on the doors, beside health, metrics and administration: by "
+        "default the live view and the page at /ui, `console`, where commutator-console is "
+        "installed.",
+        None,
     )
     frontend: FrontendConfig = setting(
         "The front-door processes and their doors.", factory=FrontendConfig

@@ -21,6 +21,7 @@ from commutator.contract.launcher import (
 )
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import Observer, ObserverConfig
+from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "LauncherRegister",
     "LimiterRegister",
     "ObserverRegister",
+    "OperationsRegister",
     "Origin",
     "ParserRegister",
     "PlannerRegister",
@@ -87,9 +89,9 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "limiter", "door", "protocol", "parser", "registry",
-    "launcher",
-    "event bus", "planner", "forecaster" or "constraint"."""
+    "fairness", "observer", "authenticator", "limiter", "operations", "door",
+    "protocol", "parser", "registry", "launcher", "event bus", "planner", "forecaster"
+    or "constraint"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -213,6 +215,9 @@ process."""
 AuthenticatorRegister = Register[AuthenticatorConfig, Callable[[Any], Authenticator]]
 """Offers an authenticator by ``factory(config)``, called once for each `auth` entry and front-door
 process."""
+OperationsRegister = Register[OperationsConfig, Callable[[Any, OperationsContext], Operations]]
+"""Offers operations by ``factory(config, context)``, called once for each entry of `operations` and
+front-door process."""
 LimiterRegister = Register[LimiterConfig, Callable[[Any], Limiter]]
 """Offers a limiter by ``factory(config)``, called once in each supervisor and front door."""
 RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]

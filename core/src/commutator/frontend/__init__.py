@@ -13,7 +13,7 @@ from commutator.frontend.call import TIMEOUT_HEADER, Call
 from commutator.frontend.failures import log_failure, to_failure
 from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
-from commutator.frontend.live import LIVE_PATH, LiveFeed, live_routes
+from commutator.frontend.operations import ABSENT, operations_routes
 from commutator.frontend.planning import NOT_SERVED, Plan, conversation_prompt
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.rate_limits import RATE_LIMIT_HEADERS, rate_limits
@@ -24,8 +24,8 @@ from commutator.routing.forward import Forward
 from commutator.tracing import traced
 
 __all__ = [
+    "ABSENT",
     "ADMIN_PREFIX",
-    "LIVE_PATH",
     "NOT_SERVED",
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
@@ -37,7 +37,6 @@ __all__ = [
     "Forward",
     "FrontendServices",
     "Gate",
-    "LiveFeed",
     "Plan",
     "Preprocessor",
     "TimeLimit",
@@ -49,10 +48,10 @@ __all__ = [
     "check_answers",
     "conversation_prompt",
     "health_routes",
-    "live_routes",
     "local_user",
     "log_failure",
     "longest",
+    "operations_routes",
     "parse_object",
     "rate_limits",
     "read_object",

@@ -29,6 +29,7 @@ from commutator.config.model import Config
 from commutator.contract.door import OpenDoor
 from commutator.contract.engine import ModelConfig
 from commutator.contract.limiter import LimiterContext, RequestLimiter
+from commutator.contract.operations import OperationsConfig
 from commutator.contract.protocol import DoorFacts
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
@@ -36,6 +37,7 @@ from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
+from commutator.frontend.operations import make_operations
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import (
     calm_garbage_collector,
@@ -152,6 +154,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
             stop,
             on_listening=lambda port: log.info("listening on port %d", port),
             drain_timeout_s=config.runtime.drain_timeout_s,
+            operations=config.operations,
             local_socket=socket_path,
         )
         if following.done():
@@ -265,17 +268,20 @@ async def serve_frontend(
     *,
     on_listening: Callable[[int], None],
     drain_timeout_s: float,
+    operations: Sequence[OperationsConfig] | None = None,
     local_socket: str | None = None,
     settle_s: float = 0.25,
 ) -> None:
     """Serve until ``stop`` is set; then accept nothing new and let running requests finish.
 
+    ``operations`` is the section of that name; None means the default.
     ``on_listening`` is given the first door's port. After ``stop``, /ready answers 503 for
     ``settle_s`` seconds before the ports are closed, and requests on connections that were accepted
     last have as long to arrive. Requests that still run after ``drain_timeout_s`` are ended as by
     their own time limit.
     Raises ConfigError when a door cannot be opened.
     """
+    services.operations = make_operations(host, operations, services, local_socket)
     opened: list[OpenDoor] = []
     try:
         for number, config in enumerate(services.config.doors):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from attrs import define, field
@@ -15,13 +15,14 @@ from commutator.auth.unlimited import Unlimited
 from commutator.contract.door import FrontendConfig
 from commutator.contract.limiter import RequestLimiter
 from commutator.contract.observer import Observer
+from commutator.contract.operations import Operations
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
+from commutator.contract.worker import KvStatistics
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter, LogprobBudget, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
-from commutator.frontend.snapshot import problems
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
 from commutator.metrics.readings import Readings
@@ -30,7 +31,7 @@ from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import refused_connections
 
-__all__ = ["FrontendServices"]
+__all__ = ["FrontendServices", "problems"]
 
 
 @define(kw_only=True)
@@ -67,6 +68,8 @@ class FrontendServices:
     """Connections that the registry's process refused, by service."""
     unready: Sequence[UnreadyWorker] = ()
     """The workers that the supervisor starts, or cannot start."""
+    operations: Sequence[Operations] = ()
+    """What operators see and do on the doors, beside health, metrics and administration."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` answers 503 from then on."""
@@ -161,3 +164,23 @@ class FrontendServices:
         """Longest prompt plus answer in tokens: least of the model's, workers' and principal's."""
         own, workers = self.models[name].max_model_len, self.dispatcher.max_model_len(name)
         return longest(principal, own if workers is None else min(own, workers))
+
+
+def problems(
+    unserved: Iterable[str],
+    unready: Iterable[UnreadyWorker],
+    kv: Mapping[str, KvStatistics],
+) -> Iterator[str]:
+    """What makes a run degraded, a line for people each.
+
+    ``unserved`` are the models without a worker, ``kv`` has the tiers by worker.
+    """
+    for model in unserved:
+        yield f"no ready worker serves {model}"
+    for one in unready:
+        if one.problem is not None:
+            yield one.problem
+    for worker_id, counted in kv.items():
+        for tier in counted.tiers:
+            if not tier.up:
+                yield f"the tier {tier.name} of worker {worker_id} is down"

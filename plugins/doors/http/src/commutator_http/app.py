@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -10,17 +10,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from commutator.contract.answer import Failure
+from commutator.contract.operations import OperationsDoor, OperationsNeed
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import (
+    ABSENT,
     RATE_LIMIT_HEADERS,
     FrontendServices,
-    LiveFeed,
     admin_routes,
     health_routes,
-    live_routes,
+    operations_routes,
 )
-from commutator_http import ui
 from commutator_http.body import BodyLimits
 from commutator_http.config import HttpConfig, gate_of
 from commutator_http.middleware import (
@@ -45,12 +45,11 @@ def build_app(
     services: FrontendServices,
     protocols: Sequence[MountedProtocol] = (),
     local_socket: str | None = None,
-    feed: LiveFeed | None = None,
 ) -> web.Application:
     """The application of a door; ``commutator_http.server`` runs it.
 
-    All applications of a process share ``feed``. Raises ConfigError when there is no model, an API
-    key cannot be read, or two protocols claim a route.
+    Raises ConfigError when there is no model, an API key cannot be read, or two protocols or
+    operations claim a route.
     """
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
@@ -75,8 +74,8 @@ def build_app(
     app.add_routes(health_routes(services, local_socket, probes_only=not shown))
     if shown:
         app.add_routes(admin_routes(services, administrator))
-        app.add_routes(live_routes(feed or LiveFeed(services, local_socket), live_reader))
-        app.add_routes(ui.routes(chat=bool(protocols), needs_key=not gate.is_open))
+        door = OperationsDoor(serves_clients=bool(protocols), needs_key=not gate.is_open)
+        _add_operations(app, services, door, _CHECKS)
     return app
 
 
@@ -85,7 +84,6 @@ def build_local_app(
     services: FrontendServices,
     protocols: Sequence[MountedProtocol],
     local_socket: str,
-    feed: LiveFeed,
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
     app = web.Application(middlewares=[exchange])
@@ -101,8 +99,59 @@ def build_local_app(
     app.add_routes(_protocol_routes(parts, protocols))
     app.add_routes(health_routes(services, local_socket))
     app.add_routes(admin_routes(services, own_user))
-    app.add_routes(live_routes(feed, own_user))
+    door = OperationsDoor(serves_clients=bool(protocols), needs_key=False)
+    _add_operations(app, services, door, {"act": own_user, "watch": own_user})
     return app
+
+
+_Check = Callable[[web.Request], object]
+_CHECKS: Mapping[OperationsNeed, _Check] = {
+    "act": administrator,
+    "watch": live_reader,
+    "nothing": lambda _: None,
+}
+"""Of the callers of operations: PermissionDeniedError for those who have not what a route needs."""
+
+
+def _add_operations(
+    app: web.Application,
+    services: FrontendServices,
+    door: OperationsDoor,
+    checks: Mapping[OperationsNeed, _Check],
+) -> None:
+    """The routes of operations whose needs are in ``checks``. Raises ConfigError."""
+    taken = {(route.method, route.get_info().get("path", "")) for route in app.router.routes()}
+    parts = app[DOOR]
+    found = operations_routes(services.operations, door, taken)
+    for route in found:
+        if (check := checks.get(route.needs)) is None:
+            continue
+        is_file = route.needs == "nothing"
+        if is_file:
+            parts.files.add(route.path)
+        handler = _checked(check, route.handle)
+        # A client that asks for the headers alone would wait for the end of a stream.
+        options = {"allow_head": is_file} if route.method == "GET" else {}
+        make = web.get if route.method == "GET" else web.post
+        app.add_routes([make(route.path, handler, **options)])
+    for path in ABSENT.keys() - {route.path for route in found}:
+        app.add_routes([web.get(path, _absent(ABSENT[path]))])
+        parts.files.add(path)
+
+
+def _checked(check: _Check, handle: Handler) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        check(request)
+        return await handle(request)
+
+    return handler
+
+
+def _absent(text: str) -> Handler:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound(text=text)
+
+    return handler
 
 
 def _limits(config: HttpConfig) -> BodyLimits:

@@ -35,7 +35,6 @@ from commutator.frontend import (
 )
 from commutator_http.body import BodyLimits, ClientConnection, read_body, room_for_body
 from commutator_http.strangers import Strangers
-from commutator_http.ui import PAGE_PATHS
 
 __all__ = [
     "CALL",
@@ -62,8 +61,7 @@ _TOO_MANY = 429
 _FIRST_ERROR = 400
 _OTHER = "other"
 """Stands for every path that is none of ours."""
-_NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS | PAGE_PATHS
-_WITHOUT_KEY = PROBE_PATHS | PAGE_PATHS
+_NO_TEXT = web.HTTPNotFound().text
 _PART_BYTES = 256 << 10
 _CODES = {
     400: "bad_request",
@@ -94,6 +92,9 @@ class DoorParts:
         self.default = default
         self.protocols: dict[Handler, MountedProtocol] = {}
         """By the handlers of their routes."""
+        self.files = {*PROBE_PATHS, "/", "/ui"}
+        """Paths that need no key: of probes, and of files without any data of the deployment. Also
+        where there is no page: a browser sends no key, and hears so."""
         self.strangers = Strangers()
 
 
@@ -298,7 +299,7 @@ def from_aiohttp(error: web.HTTPException) -> Failure:
             text = f"method {error.method} is not allowed here; allowed: {allowed}"
         case web.HTTPRequestEntityTooLarge():
             text = f"the body is too large: {error.text}"
-        case web.HTTPNotFound():
+        case web.HTTPNotFound() if error.text == _NO_TEXT:
             text = "no such path; GET /openapi.json lists the paths"
         case _:
             text = error.text or error.reason
@@ -314,7 +315,7 @@ def authenticate(request: web.Request, handler: Handler) -> Awaitable[web.Stream
     Probes and the page's files need no key. No coroutine of its own: every request comes here.
     """
     call = request[CALL]
-    if call.path in _WITHOUT_KEY:
+    if call.path in call.parts_of_door.files:
         return handler(request)
     principal = call.parts_of_door.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
     if principal is None:  # not by its key alone
@@ -456,7 +457,7 @@ def _read_no_further(request: web.Request, response: web.StreamResponse) -> None
 
 
 def _account(request: web.Request, call: HttpCall, code: int) -> None:
-    is_quiet = call.path in _NOT_LOGGED
+    is_quiet = call.path in call.parts_of_door.files or call.path in OPERATIONS_PATHS
     if code == _UNAUTHORIZED and not call.parts_of_door.strangers.add(
         "requests without a valid key", request.remote or ""
     ):

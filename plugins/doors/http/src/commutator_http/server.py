@@ -21,7 +21,7 @@ from commutator.contract.answer import Failure
 from commutator.contract.door import OpenDoor
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import ConfigError
-from commutator.frontend import PROBE_PATHS, FrontendServices, LiveFeed
+from commutator.frontend import PROBE_PATHS, FrontendServices
 from commutator_http.app import build_app, build_local_app
 from commutator_http.body import ClientConnection
 from commutator_http.config import HttpConfig, tls_context
@@ -97,8 +97,7 @@ async def open_server(
 
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
-    feed = LiveFeed(services, local_socket)
-    app = build_app(config, services, protocols, local_socket, feed)
+    app = build_app(config, services, protocols, local_socket)
     failed = protocols[0].failed if protocols else None
     runner = Runner(app, table, deadlines, failed)
     runners = [runner]
@@ -108,7 +107,7 @@ async def open_server(
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            local_app = build_local_app(config, services, protocols, local_socket, feed)
+            local_app = build_local_app(config, services, protocols, local_socket)
             local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), deadlines, failed)
             runners.append(local)
             await local.setup()

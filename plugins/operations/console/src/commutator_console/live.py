@@ -29,13 +29,15 @@ from aiohttp import web
 import commutator
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
 from commutator.contract.observer import Observer
+from commutator.contract.operations import OperationsRoute
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.routing import Decision
 from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EngineLoad, WorkerRecord
 from commutator.errors import OverloadedError
-from commutator.frontend.services import FrontendServices
-from commutator.frontend.snapshot import (
+from commutator.frontend import FrontendServices
+from commutator.routing.workers import WorkerStatus
+from commutator_console.snapshot import (
     DoorPart,
     Event,
     RateWindow,
@@ -52,7 +54,6 @@ from commutator.frontend.snapshot import (
     unready_row,
     worker_row,
 )
-from commutator.routing.workers import WorkerStatus
 
 __all__ = [
     "LIVE_PATH",
@@ -423,15 +424,10 @@ async def _part_of(path: Path) -> DoorPart | None:
     return None
 
 
-def live_routes(feed: LiveFeed, reader: Callable[[web.Request], object]) -> Iterable[web.RouteDef]:
-    """The routes for an aiohttp application.
-
-    ``reader`` raises PermissionDeniedError for those who may not see the run. The application turns
-    errors into answers, also once a stream has begun.
-    """
+def live_routes(feed: LiveFeed) -> Iterable[OperationsRoute]:
+    """The routes of this page."""
 
     async def live(request: web.Request) -> web.StreamResponse:
-        reader(request)
         async with feed.watch() as snapshots:
             response = web.StreamResponse(headers=_STREAM)
             await response.prepare(request)
@@ -440,13 +436,14 @@ def live_routes(feed: LiveFeed, reader: Callable[[web.Request], object]) -> Iter
         await _send(request, response, b"event: end\ndata: {}\n\n")
         return response
 
-    async def door(request: web.Request) -> web.Response:
-        reader(request)
+    async def door(_: web.Request) -> web.Response:
         body = msgspec.json.encode(await feed.part())
         return web.Response(body=body, content_type="application/json")
 
-    # A client that asks for the headers alone would wait for the end of the stream.
-    return [web.get(LIVE_PATH, live, allow_head=False), web.get(f"{LIVE_PATH}/door", door)]
+    return [
+        OperationsRoute(method="GET", path=LIVE_PATH, needs="watch", handle=live),
+        OperationsRoute(method="GET", path=f"{LIVE_PATH}/door", needs="watch", handle=door),
+    ]
 
 
 _STREAM = {

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from commutator.cli.front_door import FrontDoor, LostError, front_door_options
-from commutator.cli.top.view import History, view
+from commutator_console.view import History, view
 
 __all__ = ["followed", "top"]
 

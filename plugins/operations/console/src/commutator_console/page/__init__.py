@@ -12,7 +12,9 @@ from importlib.resources import files
 
 from aiohttp import web
 
-__all__ = ["PAGE_PATHS", "routes"]
+from commutator.contract.operations import OperationsRoute
+
+__all__ = ["PAGE_PATHS", "page_routes"]
 
 _TYPES = {
     "style.css": "text/css",
@@ -25,7 +27,7 @@ _TYPES = {
 """The files beside index.html."""
 
 PAGE_PATHS = frozenset({"/", "/ui", *(f"/ui/{name}" for name in _TYPES)})
-"""Answered without a key."""
+"""Of the page and its files."""
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -42,7 +44,7 @@ _HEADERS = {
 }
 
 
-def routes(*, chat: bool, needs_key: bool) -> Iterable[web.RouteDef]:
+def page_routes(*, chat: bool, needs_key: bool) -> Iterable[OperationsRoute]:
     """The page and its files; ``chat``: whether the API is served at the same address."""
     folder = files(__name__)
     page = (folder / "index.html").read_bytes()
@@ -66,10 +68,10 @@ def routes(*, chat: bool, needs_key: bool) -> Iterable[web.RouteDef]:
         return _answer(contents[name], _TYPES[name])
 
     contents = {name: (folder / name).read_bytes() for name in _TYPES}
+    handlers = {"/": root, "/ui": index, **dict.fromkeys((f"/ui/{name}" for name in _TYPES), file)}
     return [
-        web.get("/", root),
-        web.get("/ui", index),
-        *(web.get(f"/ui/{name}", file) for name in _TYPES),
+        OperationsRoute(method="GET", path=path, needs="nothing", handle=handler)
+        for path, handler in handlers.items()
     ]
 
 

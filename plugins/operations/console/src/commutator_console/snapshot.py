@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -35,7 +35,6 @@ __all__ = [
     "planning",
     "plus",
     "principals",
-    "problems",
     "requests",
     "unready_row",
     "worker_row",
@@ -414,26 +413,6 @@ def unready_row(one: UnreadyWorker) -> dict[str, Any]:
         "load": None,
         "tiers": [],
     }
-
-
-def problems(
-    unserved: Iterable[str],
-    unready: Iterable[UnreadyWorker],
-    kv: Mapping[str, KvStatistics],
-) -> Iterator[str]:
-    """What makes a run degraded, a line for people each.
-
-    ``unserved`` are the models without a worker, ``kv`` has the tiers by worker.
-    """
-    for model in unserved:
-        yield f"no ready worker serves {model}"
-    for one in unready:
-        if one.problem is not None:
-            yield one.problem
-    for worker_id, counted in kv.items():
-        for tier in counted.tiers:
-            if not tier.up:
-                yield f"the tier {tier.name} of worker {worker_id} is down"
 
 
 def planning(status: Mapping[str, Any] | None) -> dict[str, Any]:
