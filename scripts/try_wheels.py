@@ -22,7 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
-KINDS = ("engine", "router", "tier", "eviction", "observer", "planner")
+KINDS = ("engine", "router", "tier", "eviction", "observer", "planner", "operations")
+"""Of plugins that a deployment uses; `command` is the one besides."""
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 1800.0
 
@@ -134,8 +135,8 @@ def quickstart(trial: Trial) -> str:
         return trial.serve_and_ask()
 
 
-def plugin(trial: Trial, kind: str) -> str:
-    """A plugin of this kind as `new-plugin` says to go on; returns the answer through it."""
+def tested(trial: Trial, kind: str) -> Path:
+    """The folder of a plugin of this kind that `new-plugin` made, installed and tested."""
     name = f"my_{kind}"
     folder = trial._home / name  # noqa: SLF001
     with trial.step(f"{kind}: commutator new-plugin"):
@@ -144,6 +145,19 @@ def plugin(trial: Trial, kind: str) -> str:
         trial.run("pip", "install", "-q", "-e", ".[test]", folder=folder)
     with trial.step(f"{kind}: pytest"):
         trial.run("pytest", "-q", folder=folder)
+    return folder
+
+
+def command(trial: Trial) -> None:
+    """A command as `new-plugin` says to go on."""
+    tested(trial, "command")
+    with trial.step("command: commutator my-command --help"):
+        trial.run("commutator", "my-command", "--help")
+
+
+def plugin(trial: Trial, kind: str) -> str:
+    """A plugin of this kind as `new-plugin` says to go on; returns the answer through it."""
+    folder = tested(trial, kind)
     with trial.step(f"{kind}: commutator config check"):
         trial.run("commutator", "config", "check", "cluster.yaml", folder=folder)
     with trial.step(f"{kind}: commutator serve, until an answer and a stop"):
@@ -160,6 +174,8 @@ def main(arguments: Sequence[str]) -> int:
         answers = {"quickstart": quickstart(trial)}
         for kind in arguments or KINDS:
             answers[kind] = plugin(trial, kind)
+        if not arguments:
+            command(trial)
     for what, text in answers.items():
         print(f"{what}: {PROMPT!r} -> {text!r}")
     print(f"{sum(trial.seconds.values()) / 60:.1f} minutes in all")

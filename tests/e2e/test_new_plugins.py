@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -46,14 +48,24 @@ def test_its_tests_pass_and_its_configuration_is_valid(home: Path, kind: str) ->
     folder, site = home / f"my_{kind}", home / "site"
     told = command(folder, "pytest", "-q", "-p", "no:cacheprovider", site=site)
     assert " passed" in told
-    told = command(folder, "commutator", "config", "check", "cluster.yaml", site=site)
-    assert told == "cluster.yaml: ok\n"
+    if KINDS[kind].deployed:
+        told = command(folder, "commutator", "config", "check", "cluster.yaml", site=site)
+        assert told == "cluster.yaml: ok\n"
+
+
+def test_the_command_is_listed_and_runs(home: Path) -> None:
+    site = home / "site"
+    assert "my-command" in command(home, "commutator", "--help", site=site)
+    told = command(home, "commutator", "my-command", "--help", site=site)
+    assert "Say whether the front door at URL is ready" in told
 
 
 def test_all_of_them_serve_together(home: Path) -> None:
     """But for the planner, which plans the workers of one model only."""
     parts = {
-        kind: yaml.safe_load((home / f"my_{kind}" / "cluster.yaml").read_text()) for kind in KINDS
+        kind: yaml.safe_load((home / f"my_{kind}" / "cluster.yaml").read_text())
+        for kind, about in KINDS.items()
+        if about.deployed
     }
     (tier,), (evicting,) = parts["tier"]["tiers"], parts["eviction"]["tiers"]
     echo, model = parts["engine"]["models"], parts["tier"]["models"]
@@ -69,6 +81,7 @@ def test_all_of_them_serve_together(home: Path) -> None:
                 "router": parts["router"]["router"],
                 "observers": parts["observer"]["observers"],
                 "limiter": parts["limiter"]["limiter"],
+                "operations": parts["operations"]["operations"],
                 "tiers": [
                     {**tier, "capacity": "64MiB"},
                     {**evicting, "capacity": "64MiB"},
@@ -88,5 +101,7 @@ def test_all_of_them_serve_together(home: Path) -> None:
             .text
             for name in (echo[0]["name"], model[0]["name"])
         }
+        with urllib.request.urlopen(f"{cluster.url}/admin/my-operations") as told:
+            assert json.load(told)["greeting"] == "Good morning!"
     assert answers[echo[0]["name"]].strip() == "The capital of France is"
     assert "Paris" in answers[model[0]["name"]]

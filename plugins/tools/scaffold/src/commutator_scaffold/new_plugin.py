@@ -42,6 +42,10 @@ class PluginKind:
     """Distributions of ours that its cluster.yaml uses, beyond `commutator[quickstart]`."""
     modules: tuple[str, ...] = ()
     """Further modules of the package, beside ``__init__``."""
+    group: str = "commutator"
+    """The entry-point group in which Commutator finds it."""
+    deployed: bool = True
+    """Whether a configuration uses it, and so its package has one."""
 
 
 KINDS: Mapping[str, PluginKind] = {
@@ -50,7 +54,7 @@ KINDS: Mapping[str, PluginKind] = {
         summary="An engine for Commutator that echoes its prompt",
         page="docs/how-to/write-an-engine.md",
         change="the connector; the engine itself is in __main__.py",
-        modules=("main",),
+        modules=("__main__",),
     ),
     "router": PluginKind(
         title="a routing policy",
@@ -91,8 +95,30 @@ KINDS: Mapping[str, PluginKind] = {
         page="docs/explanation/planning.md",
         change="the policy: begin with propose()",
     ),
+    "operations": PluginKind(
+        title="operations",
+        summary="Operations for Commutator: what operators see and do on its doors",
+        page="docs/reference/hooks.md",
+        change="the routes, and what answers them",
+    ),
+    "command": PluginKind(
+        title="a command",
+        summary="A command for Commutator that says whether a front door is ready",
+        page="docs/reference/hooks.md",
+        change="the name and the line of help; the command itself is in command.py",
+        modules=("command",),
+        group='"commutator.commands"',
+        deployed=False,
+    ),
 }
 """By the name that the command takes, which is also that of the catalog of plugins."""
+
+
+_DEPLOYMENT = """\
+`cluster.yaml` is a small deployment that uses the plugin. Its model is `{source}`; set
+`models[0].source` to use another one.
+
+"""
 
 
 @click.command("new-plugin", epilog="Example: commutator new-plugin router sticky_sessions")
@@ -107,7 +133,7 @@ def new_plugin(kind: str, name: str, folder: Path | None) -> None:
     """Make a Python package for a plugin of your own.
 
     It works at once: it has an entry point, options, tests on the conformance suite of its kind,
-    and a cluster.yaml that uses it. NAME is its `kind` in a configuration.
+    and a cluster.yaml that uses it. NAME is its `kind` in a configuration, or the command.
     """
     name = name.replace("-", "_")
     _check_name(kind, name)
@@ -131,7 +157,10 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
     values = {
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),
+        "command": name.replace("_", "-"),
         "package": package,
+        "group": about.group,
+        "usage": "\n".join(_usage(about, name)),
         "distribution": package.replace("_", "-"),
         "summary": about.summary,
         "page": about.page,
@@ -146,19 +175,34 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
         ),
     }
 
+    if about.deployed:
+        values["named"] = f"Its kind in a configuration is `{name}`."
+        values["deployment"] = _DEPLOYMENT.format(source=values["source"])
+    else:
+        values["named"] = f"It is `commutator {values['command']}`."
+        values["deployment"] = ""
+
     def filled(template: str) -> str:
         file = files(__package__) / "templates" / f"{template}.template"
         return Template(file.read_text(encoding="utf-8")).substitute(values)
 
     yield "pyproject.toml", filled("pyproject.toml")
     yield "README.md", filled("README.md")
-    yield "cluster.yaml", filled(f"{kind}/cluster.yaml")
+    if about.deployed:
+        yield "cluster.yaml", filled(f"{kind}/cluster.yaml")
     yield f"src/{package}/__init__.py", filled(f"{kind}/plugin.py")
     for module in about.modules:
-        yield f"src/{package}/__{module}__.py", filled(f"{kind}/{module}.py")
+        yield f"src/{package}/{module}.py", filled(f"{kind}/{module.strip('_')}.py")
     yield f"src/{package}/py.typed", ""
     yield "tests/conftest.py", filled("conftest.py")
     yield f"tests/test_{name}.py", filled(f"{kind}/test_plugin.py")
+
+
+def _usage(about: PluginKind, name: str) -> tuple[str, ...]:
+    """The commands that try a plugin."""
+    if not about.deployed:
+        return (f"commutator {name.replace('_', '-')} --help",)
+    return ("commutator config check cluster.yaml", "commutator serve cluster.yaml")
 
 
 def _requirement(distribution: str, extras: str = "") -> str:
@@ -184,8 +228,13 @@ def _check_name(kind: str, name: str) -> None:
             param_hint="NAME",
         )
     for plugin in load_plugins().installed:
-        if plugin.name == name or any(
-            (offered.seam, offered.name) == (kind, name) for offered in plugin.kinds
+        if (
+            plugin.name == name
+            or any((offered.seam, offered.name) == (kind, name) for offered in plugin.kinds)
+            or (
+                kind == "command"
+                and name.replace("_", "-") in {one.name for one in plugin.commands}
+            )
         ):
             raise click.BadParameter(
                 f'"{name}" is already a plugin of {plugin.distribution}; choose another name',
@@ -203,18 +252,14 @@ def _say_what_next(kind: str, name: str, folder: Path) -> None:
     rows = [
         (f"src/commutator_{name}/__init__.py", about.change),
         (f"tests/test_{name}.py", "the conformance suite, and a test of your own"),
-        ("cluster.yaml", "a deployment that uses it"),
     ]
+    if about.deployed:
+        rows.append(("cluster.yaml", "a deployment that uses it"))
     width = max(len(path) for path, _ in rows)
     click.echo(f"Made {about.title} in {folder}/:")
     for path, what in rows:
         click.echo(f"  {path:<{width}}  {what}")
     click.secho("Next:", bold=True)
-    for command in (
-        f"cd {folder}",
-        "pip install -e '.[test]' && pytest",
-        "commutator config check cluster.yaml",
-        "commutator serve cluster.yaml",
-    ):
+    for command in (f"cd {folder}", "pip install -e '.[test]' && pytest", *_usage(about, name)):
         click.echo(f"  {command}")
     click.echo(f"How to go on: {about.page} in Commutator's repository")

@@ -2,10 +2,11 @@
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`, `EventBusContract`,
-`ObserverContract`, `AuthenticatorContract`, `LimiterContract`, `PlannerContract`,
-`ForecasterContract`, `ConstraintContract`), supply a factory or fixture, and run pytest. Suites
-set their own pytest marks, so they need no configuration. Each name is imported at its first use:
-the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
+`ObserverContract`, `OperationsContract`, `CommandContract`, `AuthenticatorContract`,
+`LimiterContract`, `PlannerContract`, `ForecasterContract`, `ConstraintContract`), supply a factory
+or fixture, and run pytest. Suites set their own pytest marks, so they need no configuration. Each
+name is imported at its first use: the suites need pytest, pytest-asyncio and hypothesis, and
+`TierContract` also needs NIXL.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commutator.supervisor.local_cluster import LocalCluster
     from commutator_testing.authenticators import AuthenticatorContract
+    from commutator_testing.commands import CommandContract
     from commutator_testing.disagg import DisaggContract
     from commutator_testing.engines import EngineContract, WorkerPair, collect, make_request
     from commutator_testing.event_buses import BusFaults, EventBusContract, FaultyBus
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from commutator_testing.launchers import LauncherContract
     from commutator_testing.limiters import LimiterContract
     from commutator_testing.observers import ObserverContract
+    from commutator_testing.operations import OperationsContract
     from commutator_testing.planners import (
         ConstraintContract,
         ForecasterContract,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuthenticatorContract",
     "BusFaults",
+    "CommandContract",
     "ConstraintContract",
     "DisaggContract",
     "EngineContract",
@@ -63,6 +67,7 @@ __all__ = [
     "LimiterContract",
     "LocalCluster",
     "ObserverContract",
+    "OperationsContract",
     "PlannerContract",
     "RegistryContract",
     "RouterContract",
@@ -81,6 +86,7 @@ __all__ = [
 _HOMES = {
     "commutator.supervisor.local_cluster": ("LocalCluster",),
     "commutator_testing.authenticators": ("AuthenticatorContract",),
+    "commutator_testing.commands": ("CommandContract",),
     "commutator_testing.disagg": ("DisaggContract",),
     "commutator_testing.engines": ("EngineContract", "WorkerPair", "collect", "make_request"),
     "commutator_testing.event_buses": ("BusFaults", "EventBusContract", "FaultyBus"),
@@ -98,6 +104,7 @@ _HOMES = {
     "commutator_testing.launchers": ("LauncherContract",),
     "commutator_testing.limiters": ("LimiterContract",),
     "commutator_testing.observers": ("ObserverContract",),
+    "commutator_testing.operations": ("OperationsContract",),
     "commutator_testing.planners": (
         "ConstraintContract",
         "ForecasterContract",

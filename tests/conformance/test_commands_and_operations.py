@@ -1,0 +1,27 @@
+"""The commands and operations that we ship, held against the suites for every one."""
+
+from __future__ import annotations
+
+from tests.support.front_door import FakeDispatcher, make_services
+
+from commutator.contract.operations import Operations, OperationsContext
+from commutator_console.console import Console
+from commutator_testing import CommandContract, OperationsContract
+
+
+class TestReplay(CommandContract):
+    module = "commutator_replay.commands"
+
+
+class TestScaffold(CommandContract):
+    module = "commutator_scaffold.commands"
+
+
+class TestTop(CommandContract):
+    module = "commutator_console.commands"
+
+
+class TestConsole(OperationsContract):
+    def make_operations(self) -> Operations:
+        services = make_services(FakeDispatcher())
+        return Console(OperationsContext(services=services, local_socket=None))
