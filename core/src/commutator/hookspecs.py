@@ -10,7 +10,7 @@ contract version arguments may be added here, never removed or reordered.
                                            eviction_register, observer_register,
                                            authenticator_register, limiter_register,
                                            door_register, protocol_register, parser_register,
-                                           registry_register, launcher_register,
+                                           operations_register, registry_register, launcher_register,
                                            event_bus_register, planner_register,
                                            forecast_register, constraint_register
     the command line                       command_register
