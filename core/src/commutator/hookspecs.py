@@ -10,8 +10,9 @@ contract version arguments may be added here, never removed or reordered.
                                            eviction_register, observer_register,
                                            authenticator_register, limiter_register,
                                            door_register, protocol_register, parser_register,
-                                           operations_register, registry_register, launcher_register,
-                                           event_bus_register, planner_register,
+                                           operations_register, registry_register,
+                                           launcher_register, event_bus_register,
+                                           planner_register,
                                            forecast_register, constraint_register
     the command line                       command_register
     workers        as they come and go     worker_up, worker_down
