@@ -88,13 +88,12 @@ def page() -> str:
 
 
 def planners(host: Any) -> Iterator[str]:
-    """Planners, and the forecasters and constraints that each may have."""
+    """Planners, and what tunes options beside them."""
     yield "Of every kind:\n"
     yield table(PlannerConfig)
     yield from inner("planner", PlannerConfig)
     yield from kinds(host.planners, base=PlannerConfig)
-    yield from kinds(host.forecasters, "planner.forecaster, ")
-    yield from kinds(host.constraints, "planner.constraints[], ")
+    yield from kinds(host.tunings, "planner.tuning, ")
 
 
 def class_of(field: Any) -> Any:
@@ -121,8 +120,9 @@ def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None)
             part = class_of(field)
             if part is not None and issubclass(part, RouteStage):
                 yield from stages(f"kind: {name}, {field.name}", part, made_of)
-            nested = register.seam in {"engine", "registry", "event bus"}
-            if nested and (cls := class_of(field)) not in {None, Secret}:
+            nested = register.seam in {"engine", "registry", "event bus", "planner"}
+            known = base is not None and hasattr(attrs.fields(base), field.name)
+            if nested and not known and (cls := class_of(field)) not in {None, Secret}:
                 yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)
 

@@ -1,24 +1,25 @@
-"""Every planner, forecaster and constraint of the project passes the shipped suites."""
+"""Every planner passes the shipped suite, and what `slo` is made of passes suites of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from commutator.contract.planner import Forecaster, Limit, PlanConstraint, PlannerPolicy, Situation
+from tests.support.slo_suites import ConstraintContract, ForecasterContract
+
+from commutator.contract.planner import PlannerContext, PlannerPolicy
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import no_growth
-from commutator_slo import Growth, GrowthConfig, Ratio, RatioConfig, Slo, SloConfig
-from commutator_testing.planners import (
-    PERFORMANCE,
-    ConstraintContract,
-    ForecasterContract,
-    PlannerContract,
-)
+from commutator_slo.config import SloConfig
+from commutator_slo.growth import Growth, GrowthConfig
+from commutator_slo.pipeline import no_growth
+from commutator_slo.policy import Slo
+from commutator_slo.ratio import Ratio, RatioConfig
+from commutator_slo.situation import Forecaster, Limit, PlanConstraint, Situation
+from commutator_testing.planners import PERFORMANCE, PlannerContract
 
 
 class TestSlo(PlannerContract):
-    def make_policy(self) -> PlannerPolicy:
-        return Slo(SloConfig(kind="slo"))
+    def make_policy(self, context: PlannerContext) -> PlannerPolicy[Any]:
+        return Slo(SloConfig(kind="slo"), context)
 
 
 class TestGrowth(ForecasterContract):

@@ -13,38 +13,32 @@ from typing import Any
 
 from attrs import define, field
 from tests.support.connections import Sent
-from tests.support.planned_fleet import SIM
+from tests.support.planned_fleet import planner_of
 from tests.support.supervised import FakeEngine, FakeProcess, IdleLauncher
 from tests.support.virtual_time import in_virtual_time
 
 from commutator.config.model import RuntimeConfig
 from commutator.contract.engine import EngineClient, EngineConfig, ModelConfig
 from commutator.contract.launcher import LaunchPlan
-from commutator.contract.planner import (
-    PlannerBounds,
-    PlannerConfig,
-    PlannerPolicy,
-    PlannerTargets,
-    Proposal,
-    Situation,
-    WorkerPhase,
-)
+from commutator.contract.planner import PlannerBounds, WorkerPhase
 from commutator.contract.registry import Change, Registry
 from commutator.contract.request import RequestSummary
 from commutator.contract.worker import EngineInfo, Role, WorkerRecord
+from commutator.demand import DoorReports
 from commutator.errors import EngineUnavailableError, RegistryError
 from commutator.frontend.demand import DemandCounter
-from commutator.planner.pipeline import Planner, no_growth
-from commutator.planner.reports import DoorReports
 from commutator.registry.claims import PLANNER, Claim
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import Fleet
-from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
+from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
+from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator_slo.config import SloConfig
+from commutator_slo.situation import Need, NeedPolicy, Situation
 
 RUNTIME = RuntimeConfig(restart_backoff_s=1.0, restart_backoff_max_s=8.0, lease_s=15.0)
 START_UP_S = 20.0
-CONFIG = PlannerConfig(
+CONFIG = SloConfig(
     kind="test",
     interval_s=5.0,
     hold_s=120.0,  # longer than the minute over which demand is averaged
@@ -53,12 +47,12 @@ CONFIG = PlannerConfig(
 )
 
 
-class OnePerRequest(PlannerPolicy):
+class OnePerRequest(NeedPolicy):
     """A worker for each request a second."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+    def propose(self, situation: Situation) -> Mapping[Role, Need]:
         return {
-            role: Proposal(workers=round(demand.requests_per_s), reason="one each")
+            role: Need(workers=round(demand.requests_per_s), reason="one each")
             for role, demand in situation.demands.items()
         }
 
@@ -195,15 +189,14 @@ class Host:
             in_flight=self.reports,
         )
         self.claim = Claim(PLANNER, f"{name}:1", self.cable, RUNTIME.lease_s, clock=clock)
-        self.live = LivePlanner(
-            Planner(CONFIG, {Role.BOTH: SIM}, OnePerRequest(), no_growth()),
-            CONFIG,
-            self.fleet,
-            self.reports,
-            lambda: self.claim.held,
-            steady,
+        around = Surroundings(
+            fleet=self.fleet,
+            reports=self.reports,
+            may_act=lambda: self.claim.held,
+            clock=steady,
         )
-        service = PlannerService(self.live, self.reports)
+        self.live = PlannerLoop(planner_of(CONFIG, OnePerRequest()), around)
+        service = PlannerService(self.live)
         self.service = service.connected(Sent(lambda _: None)).on_frame
         spec = WorkerSpec(
             worker_id=f"{name}-w-0",
@@ -285,7 +278,7 @@ class World:
 async def world(folder: Path, doors: int = 1) -> AsyncIterator[World]:
     clock = Clock()
     registry = MemoryRegistry(clock)
-    counters = [DemandCounter(PlannerTargets(), Role.BOTH, clock) for _ in range(doors)]
+    counters = [DemandCounter(CONFIG, Role.BOTH, clock) for _ in range(doors)]
     found = [Door(counter, f"d{number}") for number, counter in enumerate(counters)]
     made = World(folder, clock, registry, found)
     try:
@@ -397,7 +390,7 @@ async def test_a_planner_that_acts_again_does_not_count_the_time_of_another(tmp_
         at.hosts.remove(second)
         await at.live(60, 4.0)
         assert first.claim.held
-        windows = [seen.window_s for seen, _ in first.live.observed]
+        windows = [seen.window_s for seen, _ in first.live.log.observed]
         assert max(windows) <= 2 * CONFIG.interval_s
 
 
@@ -427,7 +420,7 @@ async def test_requests_at_two_front_doors_count_once(tmp_path: Path) -> None:
     async with world(tmp_path, doors=2) as at:
         host = at.host("h")
         await at.live(300, 4.0)
-        seen = [seen for seen, _ in host.live.observed if seen.arrivals is not None][1:]
+        seen = [seen for seen, _ in host.live.log.observed if seen.arrivals is not None][1:]
         counted = sum(one.arrivals[Role.BOTH].requests for one in seen if one.arrivals)
         passed_s = sum(one.window_s for one in seen)
         assert abs(counted - 4.0 * passed_s) <= 8

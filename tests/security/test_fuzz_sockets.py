@@ -31,9 +31,9 @@ from tests.support.fuzz_target import KEY
 from commutator.contract.operations import OperationsContext
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
+from commutator.demand import DoorReport, RoleCounts
 from commutator.engine.protocol import pack_request
 from commutator.engine.versions import PROTOCOLS
-from commutator.planner.reports import DoorReport, RoleCounts
 from commutator_console.console import Console
 from commutator_console.page import PAGE_PATHS
 from commutator_http.app import build_app, build_local_app

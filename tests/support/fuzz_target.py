@@ -27,23 +27,24 @@ from tests.support.front_door import FakeDispatcher, answer, front_door
 from tests.support.principals import gate_of
 
 from commutator.contract.block import BlockStored
-from commutator.contract.planner import PlannerConfig, PlannerTargets
+from commutator.contract.planner import PlannerConfig, PlannerPolicy
 from commutator.contract.principal import Principal
 from commutator.contract.service import Service
 from commutator.contract.tier import RemoteAgent
 from commutator.contract.worker import Role
+from commutator.demand import DoorReports
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.kv_events import EventPublisher
 from commutator.launcher.child import calm_garbage_collector
 from commutator.launcher.ports import reserved_port
-from commutator.planner.pipeline import Planner
-from commutator.planner.reports import DoorReports
+from commutator.planning import FleetPlanner
 from commutator.registry.claims import PLANNER
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
-from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
+from commutator.supervisor.planner.loop import PlannedFleet, PlannerLoop, Surroundings
+from commutator.supervisor.planner.service import PlannerService
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator_engine_kit.server import TokenApiServer
@@ -148,7 +149,7 @@ def idle_engine() -> SimEngine:
 def hub_services() -> list[Service]:
     """What answers on the registry's port beside the registry."""
     reports = DoorReports(silence_s=8.0, gone_s=20.0)
-    return [LedgerService(), PlannerService(_idle_planner(reports), reports)]
+    return [LedgerService(), PlannerService(_idle_planner(reports))]
 
 
 def publish_events(publisher: EventPublisher) -> None:
@@ -163,20 +164,15 @@ def publish_events(publisher: EventPublisher) -> None:
         publisher.publish([block])
 
 
-def _idle_planner(reports: DoorReports) -> LivePlanner:
+def _idle_planner(reports: DoorReports) -> PlannerLoop:
     """It takes reports and answers questions, and never plans."""
-    return LivePlanner(
-        cast(Planner, None),
-        PlannerConfig(kind="none"),
-        cast(PlannedFleet, None),
-        reports,
-        lambda: False,
-        time.monotonic,
-    )
+    planner = FleetPlanner(PlannerConfig(kind="none"), [], cast(PlannerPolicy[Any], None))
+    around = Surroundings(fleet=cast(PlannedFleet, None), reports=reports, may_act=lambda: False)
+    return PlannerLoop(planner, around)
 
 
 def _link_to_planner(address: str) -> PlannerLink:
-    counter = DemandCounter(PlannerTargets(), Role.BOTH)
+    counter = DemandCounter(PlannerConfig(kind="none"), Role.BOTH)
     dispatcher = SimpleNamespace(load=InFlightLoad(), cached_blocks=dict)
     link = PlannerLink("door", counter, cast(Dispatcher, dispatcher))
     link.on_claim(PLANNER, address)

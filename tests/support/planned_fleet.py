@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from attrs import define, evolve, field
 
 from commutator.contract.planner import (
-    ActionKind,
     Arrivals,
     EnginePerformance,
     Observation,
-    Plan,
-    PlanAction,
     PlannedWorker,
-    PlannerConfig,
     WorkerPhase,
     length_bucket,
 )
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import Planner, PlannerState
+from commutator.planning import ActionKind, FleetPlanner, FleetState, Plan, PlanAction
+from commutator_slo.config import SloConfig
+from commutator_slo.pipeline import Pipeline, PipelineState, no_growth
+from commutator_slo.situation import Forecaster, NeedPolicy, PlanConstraint
 
-__all__ = ["SIM", "FleetModel", "arrivals", "poisson_arrivals"]
+__all__ = ["SIM", "FleetModel", "arrivals", "planner_of", "poisson_arrivals"]
 
 SIM = EnginePerformance(
     prefill_tokens_per_s=8000.0,
@@ -33,6 +33,21 @@ SIM = EnginePerformance(
     kv_tokens=262_144,
 )
 """A `sim` worker with its default options."""
+
+
+def planner_of(
+    config: SloConfig,
+    policy: NeedPolicy,
+    *,
+    roles: Collection[Role] = (Role.BOTH,),
+    forecaster: Forecaster[Any] | None = None,
+    constraints: Sequence[PlanConstraint] = (),
+) -> FleetPlanner[PipelineState]:
+    """What plans a fleet of such workers by the pipeline of `slo` with another policy."""
+    pipeline = Pipeline(
+        config, dict.fromkeys(roles, SIM), policy, forecaster or no_growth(), constraints
+    )
+    return FleetPlanner(config, roles, pipeline)
 
 
 def arrivals(requests: int, prompt_tokens: int, window_s: float) -> Arrivals:
@@ -62,8 +77,7 @@ def poisson_arrivals(
 class FleetModel:
     """Workers of one role: launches take their time, drains end at once."""
 
-    config: PlannerConfig
-    planner: Planner
+    planner: FleetPlanner[PipelineState]
     workers: int = 1
     start_up_s: Callable[[int], float | None] = lambda _: 120.0
     """By the number of the launch; None: it never becomes ready."""
@@ -73,7 +87,7 @@ class FleetModel:
     cancelled: int = 0
     fleet: dict[str, PlannedWorker] = field(factory=dict)
     plans: list[Plan] = field(factory=list)
-    _state: PlannerState = field(init=False)
+    _state: FleetState[PipelineState] = field(init=False)
     _ready_s: dict[str, float | None] = field(factory=dict)
     _started_s: list[float] = field(factory=list)
 
@@ -97,12 +111,12 @@ class FleetModel:
         """
         first = not self.plans
         if not first:
-            self._pass(self.config.interval_s)
+            self._pass(self.planner.config.interval_s)
         by_role: Mapping[Role, Arrivals] | None
         by_role = None if arrived is None else {self.role: arrived}
         seen = Observation(
             time_s=self.now_s,
-            window_s=0.0 if first else self.config.interval_s,
+            window_s=0.0 if first else self.planner.config.interval_s,
             arrivals=by_role,
             workers=list(self.fleet.values()),
             output_tokens=output_tokens,

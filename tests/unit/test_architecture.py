@@ -33,12 +33,19 @@ ROOMS["errors"] = set()
 ROOMS["contract"] = {"errors"}
 PUBLIC = {"backoff", "errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
 PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.py")}
-PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank"}
+PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank", "planning"}
+# What single plugins of ours use of core beside the faces.
+BESIDE = {
+    "commutator_slo": {"cli.added", "cli.front_door"},
+    "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
+}
 # Released with core, of core's own version, and so free to import its internals: the front door
 # builds on core's frontend room, replays run core's routing, and suites test against core's parts.
 KIT = "commutator_engine_kit"
 KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
+# Replays run the planner and its tuning in virtual time.
+BUILDS_ON = {"commutator_replay": {"commutator_slo", "commutator_tuning"}}
 OF_CORE = {
     KIT,
     "commutator_openai",
@@ -127,7 +134,7 @@ def test_packages_are_concepts() -> None:
         # The contract has one module for each kind of plugin and each group of values. Raised once,
         # on purpose, from 18, as the ceiling of names below from 80, when the contract grew to 0.2:
         # what a request asks of an engine, what an engine offers, and documents of a registry.
-        most = 24 if folder.name == "contract" else 13
+        most = 28 if folder.name == "contract" else 13
         assert len(modules) <= most, f"{folder.relative_to(CORE)} has {len(modules)} modules"
 
 
@@ -177,14 +184,18 @@ def test_plugins_import_only_what_is_public(package: Path) -> None:
             if name.startswith("commutator_"):
                 # The simulated engine brings its model in virtual time for replays.
                 replayed = package.name == "commutator_sim" and name.startswith("commutator_replay")
-                alone = replayed or name.split(".")[0] in {package.name, KIT}
+                alone = replayed or name.split(".")[0] in {
+                    package.name,
+                    KIT,
+                    *BUILDS_ON.get(package.name, ()),
+                }
                 assert alone, f"{file} imports another plugin: {name}"
                 kits = package.name != KIT and name.split(".")[0] == KIT
                 assert not kits or name in PUBLIC_OF_KIT, f"{file} imports {name}, not public"
             if name.startswith("commutator.") and package.name not in OF_CORE:
                 rest = name.removeprefix("commutator.")
                 exported = rest in commutator.__all__
-                public = rest in PUBLIC
+                public = rest in PUBLIC or rest in BESIDE.get(package.name, ())
                 assert exported or public, f"{file.relative_to(ROOT)} imports {name}, not public"
 
 

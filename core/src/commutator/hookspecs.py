@@ -12,8 +12,7 @@ contract version arguments may be added here, never removed or reordered.
                                            door_register, protocol_register, parser_register,
                                            operations_register, registry_register,
                                            launcher_register, event_bus_register,
-                                           planner_register,
-                                           forecast_register, constraint_register
+                                           planner_register, tuning_register
     the command line                       command_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
@@ -38,14 +37,12 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
     from commutator.contract.observer import AnsweredRequest
     from commutator.contract.registration import (
         AuthenticatorRegister,
-        ConstraintRegister,
         DisaggRegister,
         DoorRegister,
         EngineRegister,
         EventBusRegister,
         EvictionRegister,
         FairnessRegister,
-        ForecastRegister,
         LauncherRegister,
         LimiterRegister,
         ObserverRegister,
@@ -57,6 +54,7 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         RouterRegister,
         StageRegister,
         TierRegister,
+        TuningRegister,
     )
     from commutator.contract.request import RequestOutcome, RequestSummary
     from commutator.contract.routing import Decision
@@ -252,27 +250,18 @@ def planner_register(register: PlannerRegister) -> None:
     """Called once at start, in every process. Offer planners: how many workers demand needs.
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
-    ``PlannerConfig``; ``factory(config)`` makes one ``PlannerPolicy``. Collect-all; must not block.
+    ``PlannerConfig``; ``factory(config, context)`` makes one ``PlannerPolicy``, whose
+    ``PlannerContext`` tells of the fleet. Collect-all; must not block.
     """
 
 
 @_hookspec
-def forecast_register(register: ForecastRegister) -> None:
-    """Called once at start, in every process. Offer forecasters: how far demand may grow.
+def tuning_register(register: TuningRegister) -> None:
+    """Called once at start, in every process. Offer tuning: which values options of policies have.
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
-    ``ForecasterConfig``; ``factory(config)`` makes the ``Forecaster`` of a planner. Collect-all;
-    must not block.
-    """
-
-
-@_hookspec
-def constraint_register(register: ConstraintRegister) -> None:
-    """Called once at start, in every process. Offer constraints: floors and ceilings of plans.
-
-    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
-    ``ConstraintConfig``; ``factory(config)`` makes one ``PlanConstraint`` for each entry of
-    `constraints`. Collect-all; must not block.
+    ``TuningConfig``; ``factory(config, context)`` makes the ``Tuning`` of one run of a deployment.
+    Collect-all; must not block.
     """
 
 

@@ -46,12 +46,10 @@ from commutator.contract.observer import (
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
-    ConstraintConfig,
-    Forecaster,
-    ForecasterConfig,
-    PlanConstraint,
     PlannerConfig,
+    PlannerContext,
     PlannerPolicy,
+    TuningConfig,
 )
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
@@ -66,6 +64,7 @@ from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
+from commutator.contract.tuning import Tuning, TuningContext
 from commutator.errors import PluginError
 from commutator.hookspecs import PROJECT
 from commutator.schema.structure import nearest
@@ -208,14 +207,11 @@ class PluginHost(Observer):
         self.event_buses: Catalog[Callable[[Any], EventBus]] = Catalog(
             "event bus", EventBusConfig, _must_be_factory
         )
-        self.planners: Catalog[Callable[[Any], PlannerPolicy]] = Catalog(
+        self.planners: Catalog[Callable[[Any, PlannerContext], PlannerPolicy[Any]]] = Catalog(
             "planner", PlannerConfig, _must_be_factory
         )
-        self.forecasters: Catalog[Callable[[Any], Forecaster[Any]]] = Catalog(
-            "forecaster", ForecasterConfig, _must_be_factory
-        )
-        self.constraints: Catalog[Callable[[Any], PlanConstraint]] = Catalog(
-            "constraint", ConstraintConfig, _must_be_factory
+        self.tunings: Catalog[Callable[[Any, TuningContext], Tuning]] = Catalog(
+            "tuning", TuningConfig, _must_be_factory
         )
         self._catalogs: dict[str, Catalog[Any]] = {
             "engine_register": self.engines,
@@ -236,8 +232,7 @@ class PluginHost(Observer):
             "launcher_register": self.launchers,
             "event_bus_register": self.event_buses,
             "planner_register": self.planners,
-            "forecast_register": self.forecasters,
-            "constraint_register": self.constraints,
+            "tuning_register": self.tunings,
         }
         """By the hook that fills it."""
         self.commands: dict[str, Command] = {}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.planned_fleet import SIM
 
-from commutator.planner.learned import LearnedSpeed, StepMeter, bucket_of
-from commutator.planner.performance import Sample, fit, sums_of
+from commutator_slo.learned import LearnedSpeed, StepMeter, bucket_of
+from commutator_slo.performance import Sample, fit, sums_of
 
 samples = st.builds(
     Sample,

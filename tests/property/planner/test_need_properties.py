@@ -6,11 +6,12 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.planned_fleet import SIM
+from tests.support.slo_suites import demands
 
-from commutator.contract.planner import Demand, PlannerTargets
+from commutator.contract.planner import PlannerTargets
 from commutator.contract.worker import Role
-from commutator_slo.policy import need
-from commutator_testing.planners import demands
+from commutator_slo.need import need
+from commutator_slo.situation import Demand
 
 targets = st.builds(
     PlannerTargets,

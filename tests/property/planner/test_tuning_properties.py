@@ -13,21 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planner.test_tuning import FLEET, OPTIONS
 
-from commutator.contract.planner import PlannerTargets, TuningConfig
-from commutator.planner.tuning import (
-    ArmCounts,
+from commutator.contract.planner import PlannerTargets
+from commutator.contract.tuning import ArmCounts, Trial, trial_outcome
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.tuner import (
     Finding,
-    Trial,
     Tried,
     Tuner,
     TuningSeen,
     TuningState,
     TuningStep,
     TuningStepKind,
-    trial_outcome,
 )
 
-CONFIG = TuningConfig(mode="act")
+CONFIG = TrialsConfig(mode="act")
 TARGETS = PlannerTargets(ttft_s=1.0, itl_s=1.0)
 
 values = st.one_of(st.floats(0, 10_000), st.sampled_from([16.0, 100.0, 400.0, 4096.0]))

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from commutator.cli.front_door import FrontDoor
 from commutator.cli.main import main
-from commutator.cli.planner.command import _unix_s
 from commutator.errors import CommutatorError
+from commutator_slo.cli.command import _unix_s
 
 PLAN = {
     "time": 1_700_000_000.0,

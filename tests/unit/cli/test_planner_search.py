@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,14 @@ def test_what_cannot_be_searched_is_refused(
 
 
 def test_without_its_package_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(added, "entry_points", lambda group: [])
+    slo = EntryPoint("planner", "commutator_slo.commands", added.GROUP)
+    monkeypatch.setattr(added, "entry_points", lambda group: [slo])
     done = CliRunner().invoke(main, ["planner", "search"])
     assert done.exit_code != 0
     assert "search comes with commutator-replay: pip install commutator-replay" in done.output
     shown = CliRunner().invoke(main, ["planner", "--help"])
     assert "search" not in shown.output
     assert "status" in shown.output
+    monkeypatch.setattr(added, "entry_points", lambda group: [])
+    done = CliRunner().invoke(main, ["planner", "status"])
+    assert "planner comes with commutator-slo: pip install commutator-slo" in done.output

@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
 from commutator.config.load import load_config
-from commutator.planner.tuning import Finding, Tried
 from commutator_replay import tuning as replay_tuning
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import load_trace
+from commutator_tuning.tuner import Finding, Tried
 
 LOCAL = "disaggregation.max_local_prefill_length"
 WORKER = {"kind": "sim", "block_size": 128, "prefill_tokens_per_s": 8000}

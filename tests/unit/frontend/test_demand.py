@@ -9,11 +9,12 @@ from attrs import define, evolve
 
 from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.request import FinishReason, RequestOutcome, RequestSummary
+from commutator.contract.tuning import ArmCounts, Trial
 from commutator.contract.worker import Role
+from commutator.demand import DoorReport
 from commutator.errors import RoutingError
 from commutator.frontend.demand import DemandCounter
-from commutator.planner.reports import DoorReport
-from commutator.planner.tuning import ArmCounts, Trial
+from commutator_slo.config import SloConfig
 
 
 @define
@@ -24,7 +25,9 @@ class Door:
 
     def __attrs_post_init__(self) -> None:
         targets = PlannerTargets(ttft_s=0.5, itl_s=0.05)
-        self.counter = DemandCounter(targets, Role.BOTH, lambda: self.now_s)
+        self.counter = DemandCounter(
+            SloConfig(kind="slo", targets=targets), Role.BOTH, lambda: self.now_s
+        )
 
     def arrives(self, prompt_tokens: int = 100) -> RequestSummary:
         request = RequestSummary(

@@ -11,51 +11,45 @@ import pytest
 from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.planned_fleet import SIM, FleetModel, arrivals, poisson_arrivals
+from tests.support.planned_fleet import FleetModel, arrivals, planner_of, poisson_arrivals
 
 from commutator.contract.planner import (
-    ActionKind,
     Arrivals,
-    Limit,
     Observation,
-    PlanConstraint,
     PlannedWorker,
     PlannerBounds,
     PlannerBudget,
-    PlannerConfig,
-    PlannerPolicy,
-    Proposal,
-    Situation,
     WorkerPhase,
 )
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import Planner, no_growth
+from commutator.planning import ActionKind
+from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
-from commutator_slo.policy import Slo, SloConfig
+from commutator_slo.need import QueueingNeed
+from commutator_slo.situation import Limit, Need, NeedPolicy, PlanConstraint, Situation
 
 
-class Wanted(PlannerPolicy):
+class Wanted(NeedPolicy):
     """Proposes what a test sets."""
 
     def __init__(self, **workers: int) -> None:
         self.workers = {Role(name): count for name, count in workers.items()}
 
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
-        return {role: Proposal(workers=n, reason="test") for role, n in self.workers.items()}
+    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+        return {role: Need(workers=n, reason="test") for role, n in self.workers.items()}
 
 
-def planned(policy: PlannerPolicy, workers: int, **options: Any) -> FleetModel:
+def planned(policy: NeedPolicy, workers: int, **options: Any) -> FleetModel:
     start_up_s = options.pop("launches", lambda _: 120.0)
     bounds = PlannerBounds(both=options.pop("both", (1, 64)))
-    config = PlannerConfig(kind="test", bounds=bounds, interval_s=15.0, **options)
-    planner = Planner(config, {Role.BOTH: SIM}, policy, no_growth())
-    return FleetModel(config, planner, workers, start_up_s)
+    config = SloConfig(kind="test", bounds=bounds, interval_s=15.0, **options)
+    return FleetModel(planner_of(config, policy), workers, start_up_s)
 
 
 def slo(workers: int = 1, **options: Any) -> FleetModel:
     config = SloConfig(kind="slo", **{"interval_s": 15.0, **options})
     forecaster = Growth(GrowthConfig(kind="growth"))
-    return FleetModel(config, Planner(config, {Role.BOTH: SIM}, Slo(config), forecaster), workers)
+    return FleetModel(planner_of(config, QueueingNeed(config), forecaster=forecaster), workers)
 
 
 # ---------------------------------------------------------------------- launches
@@ -105,9 +99,9 @@ def worker(name: str, phase: WorkerPhase, age_s: float = 100.0, **more: Any) -> 
     return PlannedWorker(worker_id=name, role=Role.BOTH, phase=phase, age_s=age_s, **more)
 
 
-def first_actions(policy: PlannerPolicy, workers: Sequence[PlannedWorker]) -> list[tuple[str, Any]]:
-    config = PlannerConfig(kind="test", hold_s=0.0, start_up_s=30.0)
-    planner = Planner(config, {Role.BOTH: SIM}, policy, no_growth())
+def first_actions(policy: NeedPolicy, workers: Sequence[PlannedWorker]) -> list[tuple[str, Any]]:
+    config = SloConfig(kind="test", hold_s=0.0, start_up_s=30.0)
+    planner = planner_of(config, policy)
     state = planner.begin()
     for time_s in (0.0, 5.0, 100.0):
         seen = Observation(
@@ -119,9 +113,9 @@ def first_actions(policy: PlannerPolicy, workers: Sequence[PlannedWorker]) -> li
 
 def two_roles(prefill: int, decode: int, workers: Sequence[PlannedWorker]) -> list[Any]:
     """What a plan that wants so many does: action, worker, role that it has afterwards."""
-    config = PlannerConfig(kind="test", hold_s=0.0, start_up_s=30.0)
-    speeds = {Role.PREFILL: SIM, Role.DECODE: SIM}
-    planner = Planner(config, speeds, Wanted(prefill=prefill, decode=decode), no_growth())
+    config = SloConfig(kind="test", hold_s=0.0, start_up_s=30.0)
+    policy = Wanted(prefill=prefill, decode=decode)
+    planner = planner_of(config, policy, roles=(Role.PREFILL, Role.DECODE))
     state = planner.begin()
     for time_s in (0.0, 5.0, 100.0):
         seen = Observation(
@@ -324,7 +318,7 @@ def test_no_plan_leaves_bounds_and_budget(
     limit: Limit,
 ) -> None:
     prefill, decode = (bounds[0], bounds[0] + bounds[1]), (bounds[2], bounds[2] + bounds[3])
-    config = PlannerConfig(
+    config = SloConfig(
         kind="test",
         bounds=PlannerBounds(prefill=prefill, decode=decode),
         budget=PlannerBudget(workers=budget),
@@ -332,8 +326,8 @@ def test_no_plan_leaves_bounds_and_budget(
         start_up_s=5.0,
     )
     policy = Wanted(prefill=0, decode=0)
-    roles = {Role.PREFILL: SIM, Role.DECODE: SIM}
-    planner = Planner(config, roles, policy, no_growth(), [Limited(limit)])
+    roles = (Role.PREFILL, Role.DECODE)
+    planner = planner_of(config, policy, roles=roles, constraints=[Limited(limit)])
     state = planner.begin()
     for tick, (p, d) in enumerate(wanted):
         policy.workers = {Role.PREFILL: p, Role.DECODE: d}
@@ -348,9 +342,9 @@ def test_no_plan_leaves_bounds_and_budget(
 
 
 def test_a_budget_cuts_roles_in_proportion_and_says_so() -> None:
-    config = PlannerConfig(kind="test", budget=PlannerBudget(workers=6))
-    roles = {Role.PREFILL: SIM, Role.DECODE: SIM}
-    planner = Planner(config, roles, Wanted(prefill=8, decode=4), no_growth())
+    config = SloConfig(kind="test", budget=PlannerBudget(workers=6))
+    roles = (Role.PREFILL, Role.DECODE)
+    planner = planner_of(config, Wanted(prefill=8, decode=4), roles=roles)
     seen = Observation(time_s=0.0, window_s=0.0, arrivals={}, workers=[])
     _, plan = planner.plan(planner.begin(), seen)
     assert {role: one.desired for role, one in plan.roles.items()} == {
@@ -366,8 +360,8 @@ def test_a_constraint_that_fails_is_reported_and_the_others_hold() -> None:
             raise RuntimeError("no meter")
 
     three = Limited(Limit(ceiling=3, reason="power"))
-    config = PlannerConfig(kind="test")
-    planner = Planner(config, {Role.BOTH: SIM}, Wanted(both=9), no_growth(), [Broken(), three])
+    config = SloConfig(kind="test")
+    planner = planner_of(config, Wanted(both=9), constraints=[Broken(), three])
     seen = Observation(time_s=0.0, window_s=0.0, arrivals={}, workers=[])
     _, plan = planner.plan(planner.begin(), seen)
     assert plan.roles[Role.BOTH].desired == 3
@@ -424,7 +418,7 @@ def test_without_metrics_a_worker_that_dies_is_still_replaced() -> None:
 
 def test_a_policy_that_raises_keeps_the_last_plan() -> None:
     class Fails(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+        def propose(self, situation: Situation) -> Mapping[Role, Need]:
             if situation.time_s > 30:
                 raise ZeroDivisionError("no traffic")
             return super().propose(situation)
@@ -440,7 +434,7 @@ def test_start_up_times_are_learned() -> None:
     lead_s: list[float] = []
 
     class Watching(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+        def propose(self, situation: Situation) -> Mapping[Role, Need]:
             lead_s.append(situation.lead_s)
             return super().propose(situation)
 
@@ -456,7 +450,7 @@ def test_burstier_gaps_are_seen() -> None:
     seen: list[float] = []
 
     class Watching(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+        def propose(self, situation: Situation) -> Mapping[Role, Need]:
             seen.append(situation.demands[Role.BOTH].gap_variation)
             return super().propose(situation)
 

@@ -13,14 +13,14 @@ from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.cli.planner.profile import _text
 from commutator.config.load import load_config
 from commutator.contract.planner import EnginePerformance
-from commutator.planner.performance import Sample, fit
-from commutator.planner.profile import Answered, Profile, profile
 from commutator_replay.virtual import PrefillDone, RequestDone, VirtualRequest
 from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
+from commutator_slo.cli.profile import _text
+from commutator_slo.performance import Sample, fit
+from commutator_slo.profile import Answered, Profile, profile
 
 
 @define

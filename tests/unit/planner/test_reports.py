@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.planner import SampleSums, length_bucket
+from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
-from commutator.planner.reports import DoorReport, DoorReports, RoleCounts
-from commutator.planner.tuning import ArmCounts
+from commutator.demand import DoorReport, DoorReports, RoleCounts
 
 
 def counts(*prompts: int, gaps_squared_s2: float = 0.0) -> RoleCounts:

@@ -10,13 +10,14 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.planned_fleet import SIM, FleetModel, arrivals, poisson_arrivals
+from tests.support.planned_fleet import FleetModel, arrivals, planner_of, poisson_arrivals
 
 from commutator.contract.planner import Observation, PlannerTargets, WorkerPhase
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import Planner, PlannerState
+from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
-from commutator_slo.policy import Slo, SloConfig
+from commutator_slo.need import QueueingNeed
+from commutator_slo.pipeline import Pipeline, PipelineState
 
 some = settings(deadline=None, max_examples=25)
 
@@ -37,17 +38,23 @@ def fleet(
         start_up_s=start_up_s,
         **options,  # type: ignore[arg-type]
     )
-    policy, forecaster = Slo(config), Growth(GrowthConfig(kind="growth"))
-    return FleetModel(config, Planner(config, {Role.BOTH: SIM}, policy, forecaster), workers)
+    policy, forecaster = QueueingNeed(config), Growth(GrowthConfig(kind="growth"))
+    return FleetModel(planner_of(config, policy, forecaster=forecaster), workers)
 
 
-def state_of(model: FleetModel) -> PlannerState:
-    return model._state
+def state_of(model: FleetModel) -> PipelineState:
+    return model._state.policy
+
+
+def pipeline_of(model: FleetModel) -> Pipeline:
+    policy = model.planner._policy
+    assert isinstance(policy, Pipeline)
+    return policy
 
 
 def after(
     attained: Sequence[float], attainment: float = 0.95, start_up_s: float = 30.0
-) -> PlannerState:
+) -> PipelineState:
     """The state after these windows, with a steady load."""
     model = fleet(attainment, start_up_s=start_up_s)
     for one in attained:
@@ -94,7 +101,7 @@ def test_the_reserve_is_bounded(attained: list[float], attainment: float) -> Non
 @some
 @given(st.floats(1, 4), st.floats(0, 1), st.floats(0, 1))
 def test_more_reserve_never_sizes_for_less(growth: float, low: float, more: float) -> None:
-    planner = fleet().planner
+    planner = pipeline_of(fleet())
     state = planner.begin()
 
     def sized_for(reserve: float) -> float:
@@ -110,9 +117,9 @@ def test_without_evidence_the_fleet_is_never_below_what_the_formulas_need() -> N
     model, chance = fleet(), random.Random(3)
     for _ in range(118):
         plan = model.tick(poisson_arrivals(chance, 6.0, 1155, 15), attained=1.0)
-    bare = model.planner
+    bare = pipeline_of(model)
     situation = bare._situation(state_of(model), model_seen(model), 120.0)
-    need = Slo(model.config).propose(situation)[Role.BOTH].workers  # type: ignore[arg-type]
+    need = QueueingNeed(model.planner.config).propose(situation)[Role.BOTH].workers  # type: ignore[arg-type]
     assert plan.roles[Role.BOTH].desired >= need
 
 

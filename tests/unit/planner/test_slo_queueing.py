@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tests.support.planned_fleet import SIM
 
-from commutator.contract.planner import Demand, PlannerTargets, Situation, length_bucket
+from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.worker import Role
-from commutator_slo.policy import Slo, SloConfig, need
+from commutator_slo.config import SloConfig
+from commutator_slo.need import QueueingNeed, need
 from commutator_slo.queueing import (
     Stream,
     decode_rate,
@@ -18,6 +19,7 @@ from commutator_slo.queueing import (
     running_requests,
     step_time_s,
 )
+from commutator_slo.situation import Demand, Situation
 
 PROMPT_S = 3000 / SIM.prefill_tokens_per_s
 
@@ -105,7 +107,7 @@ def test_without_traffic_a_prompt_that_is_too_long_needs_a_warning_and_no_worker
         performance={Role.PREFILL: SIM},
         supply={Role.PREFILL: 7},
     )
-    proposal = Slo(SloConfig(kind="slo")).propose(situation)[Role.PREFILL]
+    proposal = QueueingNeed(SloConfig(kind="slo")).propose(situation)[Role.PREFILL]
     assert proposal.workers == 0
     assert proposal.warning is not None
     assert "over 4,000 tokens" in proposal.warning
@@ -128,7 +130,7 @@ def test_headroom_sizes_for_more() -> None:
         supply={Role.BOTH: 1},
     )
     plain, more = (
-        Slo(SloConfig(kind="slo", headroom=headroom)).propose(situation)[Role.BOTH].workers
+        QueueingNeed(SloConfig(kind="slo", headroom=headroom)).propose(situation)[Role.BOTH].workers
         for headroom in (0.0, 0.5)
     )
     assert 1.3 * plain < more < 1.7 * plain

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from tests.support.planned_fleet import SIM, arrivals
+from tests.support.planned_fleet import SIM, arrivals, planner_of
 
 from commutator.contract.planner import (
     Arrivals,
@@ -17,11 +17,11 @@ from commutator.contract.planner import (
     WorkerPhase,
 )
 from commutator.contract.worker import Role
-from commutator.planner.learned import bucket_of
-from commutator.planner.performance import Sample, sums_of
-from commutator.planner.pipeline import Planner
+from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
-from commutator_slo.policy import Slo, SloConfig
+from commutator_slo.learned import bucket_of
+from commutator_slo.need import QueueingNeed
+from commutator_slo.performance import Sample, sums_of
 
 
 def measured() -> Mapping[int, SampleSums]:
@@ -42,7 +42,7 @@ def test_a_tick_is_short(workers: int, limit_s: float) -> None:
     bounds = PlannerBounds(both=(1, 2 * workers))
     config = SloConfig(kind="slo", bounds=bounds)
     forecaster = Growth(GrowthConfig(kind="growth"))
-    planner = Planner(config, {Role.BOTH: SIM}, Slo(config), forecaster)
+    planner = planner_of(config, QueueingNeed(config), forecaster=forecaster)
     state, took_s = planner.begin(), list[float]()
     fleet = [
         PlannedWorker(

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.contract.planner import PlannerTargets, TuningConfig
+from commutator.contract.planner import PlannerTargets
 from commutator.contract.request import RequestSummary
-from commutator.planner.tuning import (
-    ArmCounts,
+from commutator.contract.tuning import ArmCounts, Trial, trial_outcome
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.tuner import (
     Finding,
-    Trial,
     Tried,
     Tuner,
     TuningSeen,
@@ -26,10 +27,9 @@ from commutator.planner.tuning import (
     TuningStepKind,
     gain_by_chance,
     pooled_z,
-    trial_outcome,
 )
 
-CONFIG = TuningConfig(mode="act")
+CONFIG = TrialsConfig(mode="act")
 FLEET = {"both ready": 2}
 
 
@@ -62,7 +62,7 @@ def arms(
 class Course:
     """A tuner through its steps, in virtual time."""
 
-    def __init__(self, config: TuningConfig = CONFIG, options: Mapping[str, Any] = OPTIONS) -> None:
+    def __init__(self, config: TrialsConfig = CONFIG, options: Mapping[str, Any] = OPTIONS) -> None:
         self.tuner = Tuner(config, options)
         self.state = TuningState()
         self.now_s = 0.0
@@ -429,7 +429,7 @@ def test_a_trial_takes_its_share_of_the_requests_and_whole_conversations() -> No
     for session in map(str, range(50)):
         assert len({tenth.takes(request(str(name), session)) for name in range(20)}) == 1
     assert tenth.takes(request("\ud800")) in {True, False}, "clients choose ids"
-    assert Trial.unpack(json.loads(json.dumps(tenth.pack()))) == tenth
+    assert msgspec.convert(json.loads(json.dumps(asdict(tenth))), Trial) == tenth
 
 
 def test_a_request_counts_by_its_delay_and_its_misses() -> None:

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from attrs import evolve
+from attrs import asdict, evolve
 
 from commutator import RequestSummary
 from commutator.config.load import Loaded, load_config
-from commutator.contract.planner import PlannerTargets
+from commutator.contract.planner import PlannerConfig
+from commutator.contract.tuning import Trial
 from commutator.contract.worker import Role
 from commutator.frontend.demand import DemandCounter, PlannerLink
-from commutator.planner.tuning import Trial
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
 from commutator.routing.model import TunedPolicy, tune, tuned_policies
@@ -141,7 +141,7 @@ class Door:
     def __init__(self) -> None:
         self.tuned: list[Any] = []
         self.fails = False
-        self.counter = DemandCounter(PlannerTargets(), Role.BOTH)
+        self.counter = DemandCounter(PlannerConfig(kind="test"), Role.BOTH)
         dispatcher = cast(Dispatcher, SimpleNamespace(tune=self._tune))
         self.link = PlannerLink("door", self.counter, dispatcher)
 
@@ -151,7 +151,7 @@ class Door:
         self.tuned.append((values, trial))
 
     def hears(self, values: dict[str, float], trial: Trial | None) -> None:
-        tuning = {"values": values, "trial": None if trial is None else trial.pack()}
+        tuning = {"values": values, "trial": None if trial is None else asdict(trial)}
         self.link._on_frame(["planner", "status", {"tuning": tuning}])
 
 

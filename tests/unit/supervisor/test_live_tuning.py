@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from attrs import define, evolve, field
 from tests.unit.planner.test_tuning import OPTIONS, arms
 
-from commutator.contract.planner import PlannedWorker, TuningConfig, WorkerPhase
+from commutator.contract.planner import PlannedWorker, WorkerPhase
+from commutator.contract.tuning import ArmCounts, Trial
 from commutator.contract.worker import Role
-from commutator.planner.tuning import ArmCounts, Finding, Trial, Tried, Tuner
-from commutator.supervisor.tuning.live_tuning import LiveTuning
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.live import LiveTuning
+from commutator_tuning.tuner import Finding, Tried, Tuner
 
-CONFIG = TuningConfig(mode="act")
+CONFIG = TrialsConfig(mode="act")
 READY = PlannedWorker(worker_id="w-0", role=Role.BOTH, phase=WorkerPhase.READY, age_s=9.0)
 
 
@@ -31,7 +34,7 @@ class Search:
     hangs: bool = False
 
     async def search(
-        self, tuning: TuningConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
+        self, tuning: TrialsConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
     ) -> Finding:
         self.asked.append((values, fleet))
         try:
@@ -71,7 +74,7 @@ class Rig:
     def trial(self) -> Trial | None:
         """As front doors get it."""
         packed = json.loads(json.dumps(self.live.status()))["trial"]
-        return None if packed is None else Trial.unpack(packed)
+        return None if packed is None else msgspec.convert(packed, Trial)
 
     @property
     def values(self) -> Mapping[str, float]:

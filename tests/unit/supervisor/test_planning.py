@@ -10,16 +10,12 @@ from attrs import evolve
 
 from commutator.config.model import Config
 from commutator.contract.engine import EngineConfig, ModelConfig
-from commutator.contract.planner import (
-    PerformanceConfig,
-    PlannerBounds,
-    PlannerBudget,
-    PlannerConfig,
-)
+from commutator.contract.planner import PlannerBounds, PlannerBudget, PlannerConfig
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import Role
 from commutator.plugins import load_plugins
-from commutator.supervisor.planning import make_planner, planner_problems
+from commutator.supervisor.planner.setup import make_planner, planner_problems
+from commutator_slo.config import PerformanceConfig
 
 HOST = load_plugins()
 SIM = HOST.engines.kinds["sim"].config_class
@@ -112,5 +108,5 @@ def test_a_planner_has_each_role_of_the_engines() -> None:
     config = config_of(*sims("decode", "prefill"))
     assert config.planner is not None
     state = make_planner(config, config.planner, HOST).begin()
-    assert set(state.roles) == {Role.DECODE, Role.PREFILL}
+    assert set(state.policy.roles) == {Role.DECODE, Role.PREFILL}
     assert config.serving_role is Role.DECODE

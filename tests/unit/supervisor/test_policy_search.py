@@ -17,11 +17,12 @@ from attrs import evolve
 
 from commutator.config.load import Loaded, load_config
 from commutator.contract.launcher import LauncherContext
-from commutator.contract.planner import TuningConfig
 from commutator.contract.worker import Role
 from commutator.launcher.process import LocalLauncher
-from commutator.supervisor.tuning import policy_search
-from commutator.supervisor.tuning.policy_search import PolicySearch, recorded_since, tuning_problems
+from commutator.supervisor.planner.setup import planner_problems
+from commutator_tuning import config as tuning_config
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.search import PolicySearch, recorded_since
 
 LENGTH = "disaggregation.max_local_prefill_length"
 
@@ -41,6 +42,10 @@ def load(folder: Path, **more: Any) -> Loaded:
     kept = {key: value for key, value in (base | more).items() if value is not None}
     file.write_text(yaml.safe_dump(kept))
     return load_config([file])
+
+
+def problems(loaded: Loaded) -> list[str]:
+    return list(planner_problems(loaded.config, loaded.host))
 
 
 def row(unix_s: float, tokens: int = 40) -> bytes:
@@ -76,7 +81,7 @@ def test_why_nothing_can_be_tuned_is_told_at_the_start(
     if "disaggregation" in more:
         more = {**more, "engines": [{"kind": "sim"}], "planner": {
             "kind": "slo", "tuning": {"mode": "advise"}}}  # fmt: skip
-    (found,) = tuning_problems(load(tmp_path, **more).config)
+    (found,) = problems(load(tmp_path, **more))
     assert found.startswith("planner.tuning: ")
     assert problem in found
 
@@ -84,16 +89,16 @@ def test_why_nothing_can_be_tuned_is_told_at_the_start(
 def test_a_complete_configuration_has_no_problem_and_neither_has_one_without_tuning(
     tmp_path: Path,
 ) -> None:
-    assert list(tuning_problems(load(tmp_path).config)) == []
+    assert problems(load(tmp_path)) == []
     planner = {"kind": "slo", "bounds": {"prefill": [1, 4]}}
-    assert list(tuning_problems(load(tmp_path, planner=planner, observers=None).config)) == []
+    assert problems(load(tmp_path, planner=planner, observers=None)) == []
 
 
 def test_without_commutator_replay_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_search, "entry_points", lambda **_: ())
-    (found,) = tuning_problems(load(tmp_path).config)
+    monkeypatch.setattr(tuning_config, "entry_points", lambda **_: ())
+    (found,) = problems(load(tmp_path))
     assert "pip install commutator-replay" in found
     assert entry_points(group="commutator.commands", name="replay")
 
@@ -117,7 +122,7 @@ async def test_too_few_requests_are_not_replayed(
 ) -> None:
     (tmp_path / "trace.0.jsonl").write_bytes(row(time.time()) * 7)
     search = PolicySearch(load(tmp_path).config, launcher[0], tmp_path / "tuning")
-    found = await search.search(TuningConfig(), {}, {Role.DECODE: 1, Role.PREFILL: 1})
+    found = await search.search(TrialsConfig(), {}, {Role.DECODE: 1, Role.PREFILL: 1})
     assert found.problem == (
         "7 requests were recorded in the last 3600 s, fewer than the 200 of min_requests"
     )
@@ -132,7 +137,7 @@ async def test_recorded_requests_are_replayed_at_the_present_fleet_and_values(
     (tmp_path / "trace.0.jsonl").write_bytes(b"".join(rows))
     folder = tmp_path / "tuning"
     search = PolicySearch(load(tmp_path).config, launcher[0], folder)
-    options = evolve(TuningConfig(), min_requests=10, max_requests=30)
+    options = evolve(TrialsConfig(), min_requests=10, max_requests=30)
     fleet = {Role.DECODE: 2, Role.PREFILL: 3}
     found = await search.search(options, {LENGTH: 50.0}, fleet)
     assert found.problem is None, launcher[1]

@@ -104,6 +104,7 @@ class Point:
 
     name: str
     plugin: Any
+    group: str = "commutator"
     value: str = "test"
     dist: None = None
 

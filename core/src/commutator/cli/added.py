@@ -23,6 +23,7 @@ PACKAGES = {
     "demo": "commutator-scaffold",
     "init": "commutator-scaffold",
     "new-plugin": "commutator-scaffold",
+    "planner": "commutator-slo",
     "planner search": "commutator-replay",
     "replay": "commutator-replay",
     "top": "commutator-console",

@@ -38,10 +38,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "List workers; drain one, change its role; run some of a cluster.",
     ),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
-    "planner": (
-        "commutator.cli.planner.command:planner",
-        "Show what the planner wants, why, and what it did.",
-    ),
     "kv": ("commutator.cli.kv.command:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
     "certs": (

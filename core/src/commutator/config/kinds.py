@@ -22,7 +22,7 @@ from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
 from commutator.contract.operations import OperationsConfig
 from commutator.contract.parser import ParserConfig
-from commutator.contract.planner import ConstraintConfig, ForecasterConfig, PlannerConfig
+from commutator.contract.planner import PlannerConfig, TuningConfig
 from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.protocol import ProtocolConfig
 from commutator.contract.registration import Catalog
@@ -60,6 +60,8 @@ _PACKAGES = {
     ("limiter", "ledger"): "commutator-limits",
     ("observer", "audit"): "commutator-records",
     ("observer", "recording"): "commutator-records",
+    ("planner", "slo"): "commutator-slo",
+    ("tuning", "trials"): "commutator-tuning",
 }
 """What to install for kinds that core had, by seam and kind."""
 
@@ -100,8 +102,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     LauncherConfig: lambda host: host.launchers,
     EventBusConfig: lambda host: host.event_buses,
     PlannerConfig: lambda host: host.planners,
-    ForecasterConfig: lambda host: host.forecasters,
-    ConstraintConfig: lambda host: host.constraints,
+    TuningConfig: lambda host: host.tunings,
     Filter: lambda host: host.stages,
     Scorer: lambda host: host.stages,
     Picker: lambda host: host.stages,
@@ -118,10 +119,10 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
     lost = [f"{p.name} ({p.distribution}): {p.problem}" for p in host.installed if p.problem]
     if lost:
         return f"{text}; not loaded: {'; '.join(lost)}"
-    if catalog is host.tiers and not known:
-        text += "; in a checkout, run `make tiers`"
     if (package := _PACKAGES.get((catalog.seam, kind))) is not None:
         text += f"; pip install {package}"
+    if catalog is host.tiers and not known:
+        text += "; in a checkout, run `make tiers`"
     if catalog is host.doors and kind in host.protocols.kinds:
         text += f"; {kind} is a protocol: write protocols: [{{kind: {kind}}}] instead"
     elif catalog in (host.doors, host.protocols, host.operations):
@@ -137,8 +138,7 @@ def _structure_by_kind(
     elsewhere: bool,
 ) -> None:
     ordinary = converter.get_structure_hook(base)
-    own = attrs.fields_dict(base).get("kind")
-    default = None if own is None or own.default is attrs.NOTHING else own.default
+    default = _default_kind(base)
 
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, base):
@@ -165,6 +165,12 @@ def _structure_by_kind(
         return converter.structure(value, config_class)
 
     converter.register_structure_hook_func(lambda cls: cls is base, hook)
+
+
+def _default_kind(base: type[Any]) -> Any:
+    """The kind of a section that leaves it out; None where it must not."""
+    own = attrs.fields_dict(base).get("kind")
+    return None if own is None or own.default is attrs.NOTHING else own.default
 
 
 def _missing_kind(value: Mapping[str, Any], catalog: Catalog[Any]) -> ValueError:
@@ -245,7 +251,9 @@ def _option_schema(owner: Any, host: PluginHost, cls: Any) -> dict[str, Any] | N
     if cls is Secret:
         return _secret_schema()
     # A kind without options has the base class itself.
-    return _one_of_kinds(cls, host) if cls in _CATALOGS and cls is not owner else None
+    if cls not in _CATALOGS or cls is owner:
+        return None
+    return _one_of_kinds(cls, host, _default_kind(cls))
 
 
 def _one_of_kinds(base: Any, host: PluginHost, default: str | None = None) -> dict[str, Any]:

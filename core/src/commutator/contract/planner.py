@@ -1,50 +1,44 @@
-"""Planners: how many workers of each role a deployment needs. Nothing here does I/O."""
+"""Planners: how many workers of each role a deployment needs.
+
+A planner observes what front doors and the fleet tell, and proposes a number of workers. The loop
+that asks it is core's: it keeps bounds and budget, and finds the cheapest steps to that number.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from operator import add
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, Factory, field, frozen
 
 from commutator.contract.settings import (
     Bounds,
     NonNegativeInt,
     PositiveInt,
     PositiveSeconds,
-    Seconds,
     setting,
 )
 from commutator.contract.worker import Role
 
 __all__ = [
-    "ActionKind",
     "Arrivals",
-    "ConstraintConfig",
-    "Demand",
     "EnginePerformance",
-    "Forecaster",
-    "ForecasterConfig",
-    "Limit",
     "Observation",
-    "PerformanceConfig",
-    "Plan",
-    "PlanAction",
-    "PlanConstraint",
     "PlannedWorker",
     "PlannerBounds",
     "PlannerBudget",
     "PlannerConfig",
+    "PlannerContext",
     "PlannerPolicy",
     "PlannerTargets",
     "Proposal",
-    "RolePlan",
     "SampleSums",
-    "Situation",
+    "Sizing",
+    "SpeedMeter",
     "TuningConfig",
     "WorkerPhase",
     "length_bucket",
@@ -121,103 +115,25 @@ class PlannerBudget:
 
 
 @frozen(kw_only=True)
-class ForecasterConfig:
-    """Options of every forecaster; each forecaster plugin adds its own."""
-
-    kind: str = setting("The forecaster plugin.")
-
-
-@frozen(kw_only=True)
-class ConstraintConfig:
-    """Options of every constraint; each constraint plugin adds its own."""
-
-    kind: str = setting("The constraint plugin.")
-
-
-@frozen(kw_only=True)
-class PerformanceConfig:
-    """How fast one worker is, for engines that do not tell.
-
-    A forward step takes ``step_s + step_request_s * n`` with n decoding requests, and
-    ``1 / prefill_tokens_per_s`` more for each prompt token that it computes.
-    """
-
-    prefill_tokens_per_s: Annotated[float, Bounds(above=0)] = setting(
-        "Prompt tokens computed a second."
-    )
-    step_s: PositiveSeconds = setting("Time between the tokens of an answer that decodes alone.")
-    step_request_s: Seconds = setting(
-        "How much longer that time is for each further request that decodes.", 0.0
-    )
-    max_running: PositiveInt = setting("Requests in one batch.", 256)
-    max_step_tokens: PositiveInt = setting(
-        "Tokens computed in one step, decodes and prefill chunks together.", 2048
-    )
-    kv_tokens: PositiveInt = setting("Tokens that the KV memory holds.", 262_144)
-
-    def performance(self) -> EnginePerformance:
-        """The same, as plans are told."""
-        return EnginePerformance(
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            step_s=self.step_s,
-            step_request_s=self.step_request_s,
-            max_running=self.max_running,
-            max_step_tokens=self.max_step_tokens,
-            kv_tokens=self.kv_tokens,
-        )
-
-
-@frozen(kw_only=True)
 class TuningConfig:
     """How options of routing and disaggregation policies are tuned while requests are served.
 
-    Only options that their plugin declares as tunable are, within the declared range.
+    Each tuning plugin adds its own. Only options that their plugin declares as tunable are tuned,
+    within the declared range.
     """
 
+    kind: str = setting("The tuning plugin.", "trials")
     mode: Literal["off", "advise", "act"] = setting(
-        "off; advise: only tell which value a replay finds better; act: try it on requests, and "
-        "use it if it proves better.",
+        "off; advise: only tell which value is found better; act: use it if it proves better.",
         "off",
     )
-    state_file: str | None = setting(
-        "Where tuned values are kept, for the next start. Without it the values of the "
-        "configuration come back with a restart.",
-        None,
-    )
-    window_s: PositiveSeconds = setting(
-        "Values are tried in replays of the requests of this many seconds.", 3600.0
-    )
-    max_requests: PositiveInt = setting(
-        "Of these requests, at most this many, the latest: a search replays them some ten times "
-        "for each tunable option.",
-        5_000,
-    )
-    min_gain: Annotated[float, Bounds(minimum=0, maximum=1)] = setting(
-        "A value is tried on requests if replayed ones are delayed less by more than this part.",
-        0.05,
-    )
-    share: Annotated[float, Bounds(above=0, maximum=0.5)] = setting(
-        "The part of the requests that a value is tried on.", 0.1
-    )
-    min_requests: PositiveInt = setting(
-        "Both stages of a trial take at least this many requests with each of the two values.",
-        200,
-    )
-    canary_s: PositiveSeconds = setting(
-        "A value is tried on `share` of the requests for this many seconds. Then, twelve times for "
-        "half as long, all requests have it or none. Half of it should be much longer than a "
-        "request takes. What lacks requests for six times as long is given up.",
-        300.0,
-    )
-    pause_s: PositiveSeconds = setting(
-        "Seconds from the end of a trial, or of a search that found nothing, to the next search.",
-        1800.0,
-    )
-    search_timeout_s: PositiveSeconds = setting(
-        "A search that takes longer is ended without a result. It runs as a process of lowest "
-        "priority.",
-        600.0,
-    )
+
+    def problems(self, config: Any) -> Iterable[str]:
+        """Why nothing can be tuned in the deployment of this configuration, and what to do.
+
+        Each as "what is wrong", or as ".OPTION: what is wrong" where an option is to blame.
+        """
+        return ()
 
 
 @frozen(kw_only=True)
@@ -229,27 +145,6 @@ class PlannerConfig:
         "act: start and stop workers; advise: only tell what would be done. A replay always acts.",
         "act",
     )
-    performance: PerformanceConfig | None = setting(
-        "How fast one worker is; required for engines that do not tell by their options, as `sim` "
-        "does. It takes the place of what they tell.",
-        None,
-    )
-    learn: bool = setting(
-        "Correct how fast a worker is by how long its tokens take. The fleet does not shrink while "
-        "measured times are more than 30 % from that.",
-        True,
-    )
-    learned_file: str | None = setting(
-        "The file that keeps what was learned of workers' speed for the next start, which uses it "
-        "for the same model, engine and machine; by default nothing is kept.",
-        None,
-    )
-    adapt: bool = setting(
-        "Size the fleet for less of the growth that is forecast while more requests meet the "
-        "targets than `targets.attainment` asks, and for more where too few do. The fleet then "
-        "changes now and then at constant load, too.",
-        False,
-    )
     targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
     bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
     budget: PlannerBudget = setting("What a plan may cost.", factory=PlannerBudget)
@@ -259,34 +154,22 @@ class PlannerConfig:
         "time; the planner assumes it until it has seen workers start.",
         120.0,
     )
-    hold_s: Seconds = setting(
-        "The fleet shrinks to the largest need of this many seconds, or of the start-up time if "
-        "that is longer.",
-        180.0,
-    )
-    max_flips_per_hour: NonNegativeInt = setting(
-        "Changes of direction, from growing to shrinking or back, in an hour. The fleet shrinks "
-        "only if it could grow again within this number.",
-        6,
-    )
-    idle_penalty_s: Seconds = setting(
-        "A role whose bounds begin at 0 is stopped after the start-up time plus this many seconds "
-        "without requests.",
-        300.0,
-    )
-    forecaster: ForecasterConfig | None = setting(
-        "How much demand may grow until a worker started now is ready; by default not at all. The "
-        "planner `slo` has the kind `growth` by default; null turns it off.",
+    tuning: TuningConfig | None = setting(
+        "Tries other values of tunable options on some requests; off by default. The kind `trials` "
+        "comes with commutator-tuning.",
         None,
     )
-    constraints: tuple[ConstraintConfig, ...] = setting(
-        "Further floors and ceilings, applied in this order, before bounds and budget.", ()
-    )
-    tuning: TuningConfig = setting(
-        "Tries other values of tunable options on some requests; off by default. Needs "
-        "the observer `recording`, and commutator-replay installed.",
-        factory=TuningConfig,
-    )
+
+    def problems(self, context: PlannerContext) -> Iterable[str]:
+        """Why this planner cannot plan such a fleet, as "OPTION: what is wrong, and what to do"."""
+        return ()
+
+    def meter(self, others: Callable[[str], int]) -> SpeedMeter | None:
+        """What measures for this planner, in each front door, how fast the workers of a role are.
+
+        ``others``: requests in flight at a worker from other front doors. None: nothing does.
+        """
+        return None
 
 
 # --------------------------------------------------------------------- observation
@@ -368,6 +251,43 @@ class SampleSums:
         )
 
 
+class SpeedMeter(ABC):
+    """Measures in one front door how fast the workers of a role are.
+
+    Times are seconds of one clock, and do not go back at a worker.
+    """
+
+    @property
+    @abstractmethod
+    def sums(self) -> Mapping[int, SampleSums]:
+        """Everything measured since the front door began, by kind of stretch."""
+
+    @abstractmethod
+    def began(
+        self, key: Hashable, worker_id: str, now_s: float, *, prompt_tokens: int, ahead_tokens: int
+    ) -> None:
+        """A worker has got a request, of which it computes ``prompt_tokens``.
+
+        It has ``ahead_tokens`` to compute before. A request that begins again is another one.
+        """
+
+    @abstractmethod
+    def answered(self, key: Hashable, worker_id: str, now_s: float) -> None:
+        """The first token of a request has come from a worker."""
+
+    @abstractmethod
+    def ended(self, key: Hashable, worker_id: str, tokens: int, now_s: float) -> None:
+        """The last of ``tokens`` tokens of a request has come from a worker."""
+
+    @abstractmethod
+    def lost(self, key: Hashable, now_s: float) -> None:
+        """A request has left its worker without a whole answer."""
+
+    @abstractmethod
+    def prefilled(self, seconds: float, prompt_tokens: int) -> None:
+        """A worker has computed prompts of so many tokens in ``seconds``, which are above 0."""
+
+
 class WorkerPhase(StrEnum):
     """Where a worker is in its life."""
 
@@ -420,6 +340,8 @@ class Observation:
     """Mean tokens of the answers that ended in the window."""
     started_s: Sequence[float] = ()
     """The start-up times of the workers that became ready in the window, in seconds."""
+    given_up: Mapping[Role, int] = field(factory=dict)
+    """Launches that were given up after the observation before, because they took too long."""
     waiting_tokens: Mapping[Role, int] = field(factory=dict)
     """Prompt tokens of requests that wait for a worker of a role."""
     waiting_requests: int | None = None
@@ -440,167 +362,27 @@ class Observation:
 
 
 @frozen(kw_only=True)
-class Demand:
-    """What a role has to serve."""
+class PlannerContext:
+    """What a planner is told of its fleet."""
 
-    requests_per_s: float
-    """Arrivals of the last minute, as the number of requests of usual length that are as much
-    work."""
-    prompt_lengths: Mapping[int, float]
-    """Weight of requests by the prompt tokens that this role computes, in ``length_bucket``; 0
-    where another role computes all."""
-    context_tokens: float
-    """Mean tokens of a prompt, cached ones included."""
-    output_tokens: float
-    """Mean tokens of an answer; 0 for the role prefill."""
-    gap_variation: float
-    """Squared coefficient of variation of the gaps between arrivals; 1 for a Poisson process."""
-    growth: float
-    """The forecast: the factor by which demand may grow until a worker started now is ready."""
-    backlog_tokens: int
-    """Prompt tokens that have arrived and are not computed."""
-    active_requests: int
-    """Requests in flight."""
-
-
-@frozen(kw_only=True)
-class Situation:
-    """What policies and constraints are told. Equal situations must get equal answers."""
-
-    time_s: float
-    """As in the observation."""
-    targets: PlannerTargets
-    """The latencies to reach."""
-    lead_s: float
-    """Seconds until a worker started now is ready."""
-    demands: Mapping[Role, Demand]
-    """By role, for each role of the fleet."""
-    performance: Mapping[Role, EnginePerformance]
-    """How fast a worker of each role is."""
-    supply: Mapping[Role, int]
-    """Workers of each role that are ready or will be."""
+    performance: Mapping[Role, EnginePerformance | None]
+    """How fast a worker of each role is, as its engine tells; None where it does not. The roles are
+    those that the fleet may have, and that are to be planned."""
+    fingerprints: Mapping[Role, str] = field(factory=dict)
+    """What the speed of a worker of each role depends on (model and options of the engine), as a
+    hash. Empty in a replay, where nothing is to be read or kept."""
 
 
 @frozen(kw_only=True)
 class Proposal:
-    """The number of workers that a role needs."""
+    """The number of workers that a role should have."""
 
     workers: int
-    """0 or more; bounds, budget and holds come later."""
+    """0 or more; bounds and budget are applied to it."""
     reason: str
     """Why, in one line, for people."""
-    warning: str | None = None
-    """What no number of workers can help, such as a target below the time of one prompt."""
-
-
-class PlannerPolicy(ABC):
-    """Says how many workers the demand needs, from the situation alone.
-
-    The same number must answer "may the fleet shrink?" and "must it grow?", so that it does not
-    flap: the holds that make shrinking slow are not the policy's.
-    """
-
-    @abstractmethod
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
-        """A proposal for each role in ``situation.demands``."""
-
-
-class Forecaster(ABC, Generic[StateT]):
-    """Learns how demand grows. Its state goes in and out and is never changed in place.
-
-    A level is the demand of one role over the last minute in seconds of work per second: the number
-    of workers that it would keep busy.
-    """
-
-    @abstractmethod
-    def begin(self) -> StateT:
-        """The state before the first level."""
-
-    @abstractmethod
-    def update(self, state: StateT, time_s: float, level: float, lead_s: float) -> StateT:
-        """The state after the level at ``time_s``, which is later than that of the call before.
-
-        ``lead_s`` is as in ``Situation``.
-        """
-
-    @abstractmethod
-    def growth(self, state: StateT, lead_s: float) -> float:
-        """The factor by which the level may grow within the next ``lead_s`` seconds; above 0.
-
-        Below 1 where the level is above what it usually is only by chance.
-        """
-
-    def rests_on_s(self, state: StateT) -> float:
-        """Seconds of demand that the growth times the level rests on; at least a minute.
-
-        The fewer requests arrive in that time, the more cautiously a fleet shrinks.
-        """
-        return 60.0
-
-
-@frozen(kw_only=True)
-class Limit:
-    """A floor and a ceiling for the workers of a role."""
-
-    floor: int = 0
-    """The fewest workers."""
-    ceiling: int | None = None
-    """The most workers; None: no limit. Where it is below the floor, the ceiling holds."""
-    reason: str
-    """Why, in a few words, for people."""
-
-
-class PlanConstraint(ABC):
-    """Limits what policies propose. Keeps nothing between calls."""
-
-    @abstractmethod
-    def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
-        """Limits for some of the roles, given the workers that are ``wanted`` so far."""
-
-
-class ActionKind(StrEnum):
-    """What is done to a fleet, cheapest first."""
-
-    UNDRAIN = "undrain"
-    """Give a draining worker requests again."""
-    CANCEL = "cancel"
-    """End a worker that is not ready yet; one that is about to change its role keeps it."""
-    SET_ROLE = "set_role"
-    """Give a worker another role once it has no requests."""
-    LAUNCH = "launch"
-    """Start a worker."""
-    DRAIN = "drain"
-    """Give a worker no more requests and end it after the last one."""
-
-
-@frozen(kw_only=True)
-class PlanAction:
-    """One step from the fleet as it is to the plan."""
-
-    kind: ActionKind
-    """What to do."""
-    role: Role
-    """The role of the worker; the new one if it changes."""
-    worker_id: str | None
-    """The worker; None for a launch."""
-
-
-@frozen(kw_only=True)
-class RolePlan:
-    """The plan for one role, with what led to it."""
-
-    desired: int
-    """Workers that should be ready."""
-    proposed: int | None
-    """What the policy proposed; None where the last plan was kept."""
-    ready: int
-    """Workers that get requests."""
-    starting: int
-    """Workers that are expected to become ready."""
-    draining: int
-    """Workers that still answer their last requests."""
-    reason: str
-    """Why, in one line, for people: the policy's reason, then each limit and hold."""
+    needed: int | None = field(default=Factory(lambda self: self.workers, takes_self=True))
+    """What the demand needs now, where that is not ``workers``; None where it is not known."""
     samples: int = 0
     """The number of measured stretches of time that how fast a worker is rests on, beside what its
     engine tells."""
@@ -610,14 +392,39 @@ class RolePlan:
 
 
 @frozen(kw_only=True)
-class Plan:
-    """One decision."""
+class Sizing:
+    """What a planner wants after an observation."""
 
-    time_s: float
-    """The time of its observation."""
-    roles: Mapping[Role, RolePlan]
-    """By role."""
-    actions: Sequence[PlanAction] = ()
-    """What to do now."""
+    roles: Mapping[Role, Proposal]
+    """By role, for each role of the fleet."""
     warnings: Sequence[str] = ()
-    """What went wrong, and what no plan can help."""
+    """What went wrong, and what no number of workers can help; a line each."""
+    start_up_s: float | None = None
+    """Seconds in which most workers become ready: a launch that takes three times as long is given
+    up. None: `start_up_s` of the options."""
+
+
+class PlannerPolicy(ABC, Generic[StateT]):
+    """Says how many workers each role should have, from what was observed.
+
+    Its state goes in and out and is never changed in place, so that a replay plans as a deployment
+    does. It is asked at each interval and must not block. The fleet follows at once: a policy that
+    shrinks it must do so slowly enough that it does not flap.
+    """
+
+    @abstractmethod
+    def begin(self) -> StateT:
+        """The state before the first observation."""
+
+    @abstractmethod
+    def propose(self, state: StateT, seen: Observation) -> tuple[StateT, Sizing]:
+        """The next state, and what to have from now on.
+
+        ``seen`` is later than the observation before. Where this raises, the last plan stays.
+        """
+
+    def keep(self, state: StateT) -> None:
+        """Write down what the next start should know. Default: nothing.
+
+        Called now and then in a thread of its own, and at the end.
+        """

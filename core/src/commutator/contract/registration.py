@@ -24,31 +24,28 @@ from commutator.contract.observer import Observer, ObserverConfig
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
-    ConstraintConfig,
-    Forecaster,
-    ForecasterConfig,
-    PlanConstraint,
     PlannerConfig,
+    PlannerContext,
     PlannerPolicy,
+    TuningConfig,
 )
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
+from commutator.contract.tuning import Tuning, TuningContext
 from commutator.errors import PluginError
 
 __all__ = [
     "AuthenticatorRegister",
     "Catalog",
-    "ConstraintRegister",
     "DisaggRegister",
     "DoorRegister",
     "EngineRegister",
     "EventBusRegister",
     "EvictionRegister",
     "FairnessRegister",
-    "ForecastRegister",
     "Kind",
     "LauncherRegister",
     "LimiterRegister",
@@ -64,6 +61,7 @@ __all__ = [
     "Stability",
     "StageRegister",
     "TierRegister",
+    "TuningRegister",
 ]
 
 Stability = Literal["alpha", "beta", "stable"]
@@ -89,9 +87,8 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "limiter", "operations", "door",
-    "protocol", "parser", "registry", "launcher", "event bus", "planner", "forecaster"
-    or "constraint"."""
+    "fairness", "observer", "authenticator", "limiter", "operations", "door", "protocol", "parser",
+    "registry", "launcher", "event bus", "planner" or "tuning"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -232,12 +229,10 @@ A launcher whose options are an ``AgentLauncherConfig`` is an ``AgentLauncher``,
 """
 EventBusRegister = Register[EventBusConfig, Callable[[Any], EventBus]]
 """Offers an event bus by ``factory(config)``, called once in each supervisor and front door."""
-PlannerRegister = Register[PlannerConfig, Callable[[Any], PlannerPolicy]]
-"""Offers a planner by ``factory(config)``, called once for a deployment or a replay."""
-ForecastRegister = Register[ForecasterConfig, Callable[[Any], Forecaster[Any]]]
-"""Offers a forecaster by ``factory(config)``, called once for a planner."""
-ConstraintRegister = Register[ConstraintConfig, Callable[[Any], PlanConstraint]]
-"""Offers a constraint by ``factory(config)``, called once for each `constraints` entry."""
+PlannerRegister = Register[PlannerConfig, Callable[[Any, PlannerContext], PlannerPolicy[Any]]]
+"""Offers a planner by ``factory(config, context)``, called once for a deployment or a replay."""
+TuningRegister = Register[TuningConfig, Callable[[Any, TuningContext], Tuning]]
+"""Offers tuning by ``factory(config, context)``, called once for a run of a deployment."""
 DoorRegister = Register[DoorConfig, Door[Any, Any]]
 """Offers a door by a ``Door``: an instance, one for all front-door processes."""
 ProtocolRegister = Register[ProtocolConfig, Protocol[Any, Any]]

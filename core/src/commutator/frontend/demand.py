@@ -17,15 +17,13 @@ from attrs import define, field
 from commutator.backoff import Backoff
 from commutator.contract.disagg import HandoverOutcome
 from commutator.contract.observer import Observer
-from commutator.contract.planner import PlannerTargets, length_bucket
+from commutator.contract.planner import PlannerConfig, length_bucket
 from commutator.contract.request import RequestOutcome, RequestSummary
+from commutator.contract.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.contract.worker import Role
+from commutator.demand import DoorReport, RoleCounts
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.planner.learned import StepMeter
-from commutator.planner.performance import Sample
-from commutator.planner.reports import DoorReport, RoleCounts
-from commutator.planner.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.registry.claims import PLANNER
 from commutator.registry.client import connect
 from commutator.routing.dispatcher import Dispatcher
@@ -93,13 +91,13 @@ class DemandCounter(Observer):
 
     def __init__(
         self,
-        targets: PlannerTargets,
+        planner: PlannerConfig,
         serving: Role,
         clock: Callable[[], float] = time.monotonic,
         others: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """``serving``: the role of the workers that answer; ``others``: as of ``StepMeter``."""
-        self._targets = targets
+        """``serving``: the role of the workers that answer; ``others``: for ``planner.meter``."""
+        self._targets = planner.targets
         self._serving = serving
         self._clock = clock
         self._roles: dict[Role, _Counts] = {serving: _Counts()}
@@ -108,7 +106,7 @@ class DemandCounter(Observer):
         self._ttft_s: dict[int, tuple[RequestSummary, float]] = {}
         self._answers = self._answer_tokens = self._answers_in_time = 0
         self._first_tokens = self._first_tokens_in_time = 0
-        self._meters = {role: StepMeter(others) for role in {serving, Role.PREFILL}}
+        self._meter, self._prefill_meter = planner.meter(others), planner.meter(others)
         self._trial: Trial | None = None
         self._arms = _NO_ARMS
         self._tried: dict[int, tuple[RequestSummary, bool]] = {}
@@ -153,9 +151,10 @@ class DemandCounter(Observer):
         here = 0 if separate else uncached_tokens
         if waited is not None and not waited.counted:
             self._roles[self._serving].count(here, request.prompt_tokens)
-        self._meters[self._serving].began(
-            id(request), worker_id, self._clock(), prompt_tokens=here, ahead_tokens=ahead_tokens
-        )
+        if self._meter is not None:
+            self._meter.began(
+                id(request), worker_id, self._clock(), prompt_tokens=here, ahead_tokens=ahead_tokens
+            )
         if separate:
             prefill = self._roles.setdefault(Role.PREFILL, _Counts())
             prefill.came(self._clock())
@@ -165,7 +164,8 @@ class DemandCounter(Observer):
         self._first_tokens += 1
         self._first_tokens_in_time += ttft_s <= self._targets.ttft_s
         self._ttft_s[id(request)] = request, ttft_s
-        self._meters[self._serving].answered(id(request), worker_id, self._clock())
+        if self._meter is not None:
+            self._meter.answered(id(request), worker_id, self._clock())
 
     def request_migrated(
         self,
@@ -175,17 +175,11 @@ class DemandCounter(Observer):
         reason: str,
         generated_tokens: int,
     ) -> None:
-        self._meters[self._serving].lost(id(request), self._clock())
+        self._leave_meter(request)
 
     def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
-        if handover.prefill_s:
-            self._meters[Role.PREFILL].add(
-                Sample(
-                    seconds=handover.prefill_s,
-                    prompt_tokens=handover.prefilled_tokens,
-                    first_tokens=1,
-                )
-            )
+        if handover.prefill_s and self._prefill_meter is not None:
+            self._prefill_meter.prefilled(handover.prefill_s, handover.prefilled_tokens)
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         _, ttft_s = self._ttft_s.pop(id(request), (None, 0.0))
@@ -195,9 +189,10 @@ class DemandCounter(Observer):
             self._answers += 1
             self._answer_tokens += outcome.generated_tokens
             self._answers_in_time += itl_s <= self._targets.itl_s
-        self._meters[self._serving].ended(
-            id(request), outcome.worker_id, outcome.generated_tokens, self._clock()
-        )
+        if self._meter is not None:
+            self._meter.ended(
+                id(request), outcome.worker_id, outcome.generated_tokens, self._clock()
+            )
 
     def request_failed(
         self, request: RequestSummary, error: BaseException, worker_id: str | None
@@ -206,10 +201,14 @@ class DemandCounter(Observer):
             self._tried.pop(id(request), None)
         self._count_for_trial(request, None)
         self._ttft_s.pop(id(request), None)
-        self._meters[self._serving].lost(id(request), self._clock())
+        self._leave_meter(request)
         waited = self._waiting.pop(id(request), None)
         if waited is not None and not waited.counted:
             self._count_unplaced(request)
+
+    def _leave_meter(self, request: RequestSummary) -> None:
+        if self._meter is not None:
+            self._meter.lost(id(request), self._clock())
 
     def _count_unplaced(self, request: RequestSummary) -> None:
         """Count a request without a worker: as much of it is cached as of the others."""
@@ -239,7 +238,11 @@ class DemandCounter(Observer):
             waiting_tokens={self._serving: tokens} if tokens else {},
             waiting_requests=len(waiting),
             oldest_wait_s=now_s - min(one.since_s for one in waiting) if waiting else None,
-            measured={role: dict(one.sums) for role, one in self._meters.items() if one.sums},
+            measured={
+                role: dict(one.sums)
+                for role, one in ((self._serving, self._meter), (Role.PREFILL, self._prefill_meter))
+                if one is not None and one.sums
+            },
             trial=0 if self._trial is None else self._trial.number,
             arms=self._arms,
             **seen,

@@ -332,7 +332,7 @@ def _demand_counter(config: Config, host: PluginHost) -> tuple[DemandCounter | N
     load = InFlightLoad()
     if config.planner is None:
         return None, load
-    counter = DemandCounter(config.planner.targets, config.serving_role, others=load.of_peers)
+    counter = DemandCounter(config.planner, config.serving_role, others=load.of_peers)
     host.add_observer("planner", counter)
     return counter, load
 

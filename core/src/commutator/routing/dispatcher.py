@@ -17,9 +17,9 @@ from commutator.contract.request import (
     GenerateRequest,
     RequestSummary,
 )
+from commutator.contract.tuning import Trial
 from commutator.contract.worker import EngineLoad
 from commutator.errors import RoutingError
-from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
     IncompatiblePair,

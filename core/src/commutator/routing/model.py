@@ -14,9 +14,9 @@ from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.event_bus import EventBus
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig, RouterConfig
+from commutator.contract.tuning import Trial
 from commutator.fairness.guarded import Guarded
 from commutator.fairness.policies import Fifo, Weighted
-from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad

@@ -22,8 +22,8 @@ from commutator.contract.routing import (
     RoutingPolicy,
     ranks_of,
 )
+from commutator.contract.tuning import Trial
 from commutator.errors import RoutingError
-from commutator.planner.tuning import Trial
 from commutator.routing.load import InFlightLoad, threshold_hit
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.prefix_index.prefix_map import NOTHING_HELD

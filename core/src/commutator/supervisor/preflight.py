@@ -21,8 +21,7 @@ from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
-from commutator.supervisor.planning import planner_problems
-from commutator.supervisor.tuning.policy_search import tuning_problems
+from commutator.supervisor.planner.setup import planner_problems
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.downloads import download, downloaded, is_model_name
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -49,7 +48,7 @@ def check_machine(config: Config, host: PluginHost, *, front_doors: bool = True)
     of_doors = _of_doors(config.frontend, host) if front_doors else ()
     problems = [*_missing(config), *host_problems(config), *of_doors, *_damaged(config)]
     problems += _of_log_files(config) if front_doors else ()
-    problems += [*planner_problems(config, host), *tuning_problems(config)]
+    problems += planner_problems(config, host)
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
     if problems:

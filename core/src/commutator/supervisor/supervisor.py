@@ -29,19 +29,18 @@ from commutator.config.secrets import (
     variables_of_worker,
 )
 from commutator.config.show import effective
-from commutator.config.tunable import tunable_options
 from commutator.contract.door import DoorAddress
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
-from commutator.contract.planner import PlannerConfig, TuningConfig
+from commutator.contract.planner import PlannerConfig
 from commutator.contract.registry import Registry
 from commutator.contract.service import Service
+from commutator.contract.tuning import TuningContext
 from commutator.contract.worker import Role
+from commutator.demand import DoorReports
 from commutator.errors import ConfigError
 from commutator.launcher.output import Printer
 from commutator.launcher.process import LocalLauncher
-from commutator.planner.reports import DoorReports
-from commutator.planner.tuning import Tuner
 from commutator.plugins import PluginHost
 from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
 from commutator.registry.index_exchange import IndexExchange
@@ -58,11 +57,10 @@ from commutator.supervisor.hosts import (
     serves_registry,
     those_set,
 )
-from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
-from commutator.supervisor.planning import LearnedFile, machine, make_planner, speed_keys
-from commutator.supervisor.tuning.live_tuning import LiveTuning
-from commutator.supervisor.tuning.policy_search import PolicySearch
+from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
+from commutator.supervisor.planner.service import PlannerService
+from commutator.supervisor.planner.setup import make_planner, make_tuning
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.trust import (
     SECRET_FILE,
@@ -258,8 +256,10 @@ class Supervisor:
         claiming: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None and isinstance(fleet, Fleet):
             claim = self._claim(PLANNER, address, registry)
-            live = self._make_planner(planner, fleet, reports, claim, clock)
-            services.append(PlannerService(live, reports))
+            around = Surroundings(
+                fleet=fleet, reports=reports, may_act=lambda: claim.held, clock=clock
+            )
+            services.append(PlannerService(self._make_planner(planner, around)))
             claiming = [asyncio.create_task(claim.run())]
         server.serve(services)
         shared, hub_claim = await self._share(registry, services)
@@ -299,30 +299,14 @@ class Supervisor:
         host = self._config.cluster.host.name or ""
         return Claim(name, address, registry, self._config.runtime.lease_s, host=host)
 
-    def _make_planner(
-        self,
-        planner: PlannerConfig,
-        fleet: Fleet,
-        reports: DoorReports,
-        claim: Claim,
-        clock: Callable[[], float],
-    ) -> LivePlanner:
-        return LivePlanner(
-            make_planner(self._config, planner, self._loaded.host),
-            planner,
-            fleet,
-            reports,
-            lambda: claim.held,
-            clock,
-            learned=self._learned_file(planner),
-            tuning=self._make_tuning(planner.tuning),
+    def _make_planner(self, planner: PlannerConfig, around: Surroundings) -> PlannerLoop:
+        context = TuningContext(
+            config=self._config, launcher=self._launcher, folder=self._folder / "tuning"
         )
-
-    def _make_tuning(self, tuning: TuningConfig) -> LiveTuning | None:
-        if tuning.mode == "off":
-            return None
-        search = PolicySearch(self._config, self._launcher, self._folder / "tuning")
-        return LiveTuning(tuning, Tuner(tuning, tunable_options(self._config)), search)
+        host = self._loaded.host
+        return PlannerLoop(
+            make_planner(self._config, planner, host), around, make_tuning(planner, host, context)
+        )
 
     async def _share(
         self, registry: Registry, services: Iterable[Service]
@@ -348,12 +332,6 @@ class Supervisor:
         address = f"{in_url(network.advertise)}:{port}"
         claim = Claim(HUB, address, registry, self._config.runtime.lease_s, host=network.host)
         return shared, [asyncio.create_task(claim.run())]
-
-    def _learned_file(self, planner: PlannerConfig) -> LearnedFile | None:
-        if planner.learned_file is None:
-            return None
-        path = Path(planner.learned_file).expanduser()
-        return LearnedFile(path, speed_keys(self._config, machine()))
 
     def _first_workers(self) -> list[WorkerSpec]:
         """The first workers. With a planner an engine must be able to have as many as the plan."""

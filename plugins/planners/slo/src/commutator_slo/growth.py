@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from attrs import evolve, field, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveSeconds, setting
-from commutator.contract.planner import Forecaster, ForecasterConfig
+from commutator_slo.situation import Forecaster
 
 __all__ = ["Base", "Growth", "GrowthConfig", "GrowthState"]
 
@@ -33,9 +33,10 @@ _FEWEST_DEVIATIONS = 60
 
 
 @frozen(kw_only=True)
-class GrowthConfig(ForecasterConfig):
+class GrowthConfig:
     """Options of the forecaster `growth`."""
 
+    kind: Literal["growth"] = setting("The forecaster.", "growth")
     quantile: Annotated[float, Bounds(above=0, maximum=0.999)] = setting(
         "The fleet is sized for this quantile of the growth.", 0.9
     )

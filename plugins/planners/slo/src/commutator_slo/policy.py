@@ -1,168 +1,67 @@
-"""The planner kind `slo`: the fewest workers that keep waiting times within the targets."""
+"""The planner kind `slo`: puts its pipeline together, and keeps what that has learned."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Any
 
-from attrs import frozen
-
-from commutator import Bounds, setting
-from commutator.contract.planner import (
-    Demand,
-    EnginePerformance,
-    ForecasterConfig,
-    PlannerConfig,
-    PlannerPolicy,
-    PlannerTargets,
-    Proposal,
-    Situation,
-)
+from commutator.contract.planner import EnginePerformance, PlannerContext, SampleSums
 from commutator.contract.worker import Role
-from commutator_slo.growth import GrowthConfig
-from commutator_slo.queueing import Queue, Stream, decode_rate, running_requests, smallest
+from commutator_slo.config import SloConfig
+from commutator_slo.growth import Growth
+from commutator_slo.learned_file import LearnedFile, machine
+from commutator_slo.need import QueueingNeed
+from commutator_slo.pipeline import Pipeline, PipelineState, no_growth
+from commutator_slo.ratio import Ratio
+from commutator_slo.situation import Forecaster
 
-__all__ = ["Slo", "SloConfig", "need"]
-
-_MOST_WORKERS = 100_000
-_CLEAR_S = 30.0
-"""Workers for a backlog have this long to clear it, once they are ready."""
-_BUCKET = 2**0.25
-_LEAST_STEPS = 1.5
-"""Workers are sized for no shorter time between tokens than that of this many lone steps."""
+__all__ = ["Slo", "forecaster_of"]
 
 
-@frozen(kw_only=True)
-class SloConfig(PlannerConfig):
-    """Options of the planner `slo`."""
+class Slo(Pipeline):
+    """The fewest workers that keep waiting times within the targets."""
 
-    headroom: Annotated[float, Bounds(minimum=0)] = setting(
-        "Size the fleet for this fraction more than the forecast demand.", 0.0
-    )
-    forecaster: ForecasterConfig | None = setting(
-        "How much demand may grow until a worker started now is ready; by default the kind "
-        "`growth`, null for not at all.",
-        factory=lambda: GrowthConfig(kind="growth"),
-    )
-
-
-class Slo(PlannerPolicy):
-    """Sizes each role by ``need``."""
-
-    def __init__(self, config: SloConfig) -> None:
-        self._headroom = config.headroom
-
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
-        return {
-            role: self._proposal(role, demand, situation)
-            for role, demand in situation.demands.items()
-        }
-
-    def _proposal(self, role: Role, demand: Demand, situation: Situation) -> Proposal:
-        performance = situation.performance[role]
-        factor = demand.growth * (1 + self._headroom)
-        workers = need(
-            role, demand, performance, situation.targets, situation.lead_s, factor=factor
+    def __init__(
+        self,
+        config: SloConfig,
+        context: PlannerContext,
+        *,
+        forecaster: Forecaster[Any] | None = None,
+    ) -> None:
+        """``forecaster``: instead of that of the options. ``config`` has no problems."""
+        super().__init__(
+            config,
+            _performance(config, context),
+            QueueingNeed(config),
+            forecaster_of(config) if forecaster is None else forecaster,
+            [Ratio(one) for one in config.constraints],
         )
-        prompt_tokens = _mean(demand.prompt_lengths)
-        work_s = performance.work_s(prompt_tokens, demand.output_tokens)
-        work = demand.requests_per_s * work_s
-        reason = f"work {work:.2f}, growth {demand.growth:.2f} in {situation.lead_s:.0f} s"
-        if workers and demand.requests_per_s:
-            reason += f", utilisation {work * factor / workers:.2f}"
-        limit = situation.targets.ttft_s * performance.prefill_tokens_per_s
-        longest = max(demand.prompt_lengths, default=0)
-        warning = None
-        if role is not Role.PREFILL and situation.targets.itl_s < _one_step_s(performance):
-            warning = (
-                f"{role}: itl_s {situation.targets.itl_s:g} cannot be reached: a step with one "
-                f"request takes {_one_step_s(performance):.4g} s"
-            )
-        elif longest / _BUCKET > limit:
-            warning = (
-                f"{role}: ttft_s {situation.targets.ttft_s:g} cannot be reached for prompts over "
-                f"{math.floor(limit):,} tokens, by any number of workers"
-            )
-        return Proposal(workers=workers, reason=reason, warning=warning)
+        self._file: LearnedFile | None = None
+        if config.learned_file is not None and context.fingerprints:
+            keys = {role: f"{machine()} {one}" for role, one in context.fingerprints.items()}
+            self._file = LearnedFile(Path(config.learned_file).expanduser(), keys)
+
+    def begin(
+        self, learned: Mapping[Role, Mapping[int, SampleSums]] | None = None
+    ) -> PipelineState:
+        """By default with what the last run had learned."""
+        if learned is None and self._file is not None:
+            learned = self._file.read()
+        return super().begin(learned)
+
+    def keep(self, state: PipelineState) -> None:
+        if self._file is not None:
+            self._file.write({role: one.speed.buckets for role, one in state.roles.items()})
 
 
-def need(
-    role: Role,
-    demand: Demand,
-    performance: EnginePerformance,
-    targets: PlannerTargets,
-    lead_s: float,
-    *,
-    factor: float = 1.0,
-) -> int:
-    """The fewest workers that serve ``factor`` times the demand within the targets.
-
-    It never falls when demand grows, and never grows when a target is looser.
-    """
-    rate_per_s = demand.requests_per_s * factor
-    workers = 0
-    if rate_per_s > 0:
-        enough = partial(_is_enough, role, demand, performance, targets, rate_per_s)
-        workers = smallest(enough, 1, _MOST_WORKERS)
-    backlog_s = demand.backlog_tokens / performance.prefill_tokens_per_s
-    late_s = max(0.0, backlog_s - workers * targets.ttft_s)
-    return workers + math.ceil(late_s / max(lead_s + _CLEAR_S, targets.ttft_s))
+def forecaster_of(config: SloConfig) -> Forecaster[Any]:
+    """The forecaster of the options; one that expects no growth where they have none."""
+    return no_growth() if config.forecaster is None else Growth(config.forecaster)
 
 
-def _is_enough(
-    role: Role,
-    demand: Demand,
-    performance: EnginePerformance,
-    targets: PlannerTargets,
-    rate_per_s: float,
-    workers: int,
-) -> bool:
-    lengths, answer = demand.prompt_lengths, demand.output_tokens
-    total = sum(lengths.values())
-    prompt_tokens = _mean(lengths)
-    decodes = role is not Role.PREFILL and answer > 0
-    running = 0.0
-    if decodes:
-        most = decode_rate(
-            performance,
-            prompt_tokens,
-            answer,
-            max(targets.itl_s, _LEAST_STEPS * _one_step_s(performance)),
-            context_tokens=max(demand.context_tokens, prompt_tokens),
-            attainment=targets.attainment,
-        )
-        if rate_per_s / workers > most:
-            return False
-        stream = Stream(
-            rate_per_s=rate_per_s / workers, prompt_tokens=prompt_tokens, output_tokens=answer
-        )
-        running = running_requests(performance, stream)
-    services_s: dict[float, float] = {}
-    for tokens, weight in lengths.items():
-        if tokens:  # the prompt of the others is computed elsewhere
-            service_s = tokens / performance.prefill_tokens_per_s
-            if decodes:
-                chunk = max(1.0, performance.max_step_tokens - running)
-                steps = math.ceil(tokens / chunk)
-                service_s += steps * (performance.step_s + performance.step_request_s * running)
-            services_s[service_s] = services_s.get(service_s, 0.0) + weight
-    if not services_s:
-        return True
-    queue = Queue(
-        servers=workers,
-        rate_per_s=rate_per_s * sum(services_s.values()) / total,
-        arrival_cv2=demand.gap_variation,
-        services_s=services_s,
-    )
-    return queue.miss_ratio(targets.ttft_s) <= 1 - targets.attainment
-
-
-def _one_step_s(performance: EnginePerformance) -> float:
-    return performance.step_s + performance.step_request_s
-
-
-def _mean(lengths: Mapping[int, float]) -> float:
-    total = sum(lengths.values())
-    return sum(tokens * weight for tokens, weight in lengths.items()) / total if total else 0.0
+def _performance(config: SloConfig, context: PlannerContext) -> Mapping[Role, EnginePerformance]:
+    """How fast a worker of each role is."""
+    if config.performance is not None:
+        return dict.fromkeys(context.performance, config.performance.performance())
+    return {role: told for role, told in context.performance.items() if told is not None}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
 
 from commutator import Bounds, setting
-from commutator.contract.planner import ConstraintConfig, Limit, PlanConstraint, Situation
 from commutator.contract.worker import Role
+from commutator_slo.situation import Limit, PlanConstraint, Situation
 
 __all__ = ["Ratio", "RatioConfig"]
 
@@ -23,9 +23,10 @@ def _above_the_least(config: RatioConfig, _field: Attribute[Any], most: float | 
 
 
 @frozen(kw_only=True)
-class RatioConfig(ConstraintConfig):
+class RatioConfig:
     """Options of the constraint `ratio`."""
 
+    kind: Literal["ratio"] = setting("The constraint.", "ratio")
     least: _Ratio = setting("The fewest prefill workers for each decode worker.", 0.0)
     most: _Ratio | None = setting(
         "The most prefill workers for each decode worker; unlimited by default.",

@@ -21,15 +21,13 @@ from commutator.contract.planner import (
     Arrivals,
     EnginePerformance,
     Observation,
-    Plan,
     PlannedWorker,
     PlannerConfig,
     PlannerTargets,
-    RolePlan,
     WorkerPhase,
 )
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import fleet_actions
+from commutator.planning import Plan, RolePlan, fleet_actions
 
 __all__ = [
     "PEERS",

@@ -12,17 +12,17 @@ from attrs import evolve, field, frozen
 
 from commutator.config.tree import find
 from commutator.contract.planner import (
-    ActionKind,
     EnginePerformance,
-    Forecaster,
+    Observation,
     PlannerConfig,
+    PlannerContext,
     PlannerPolicy,
     Proposal,
-    Situation,
+    Sizing,
 )
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
-from commutator.planner.pipeline import Planner, no_growth
+from commutator.planning import ActionKind, FleetPlanner
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.peers import PEERS, Peer, PeerPlanner, Schedule
 from commutator_replay.replay import Outcome
@@ -32,6 +32,10 @@ from commutator_replay.trace import TraceRequest
 from commutator_replay.tuning import ReplayTuning, TunedAt
 from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
+from commutator_slo.config import SloConfig
+from commutator_slo.policy import Slo, forecaster_of
+from commutator_slo.situation import Forecaster
+from commutator_tuning.config import TrialsConfig
 
 __all__ = [
     "BEST",
@@ -123,14 +127,16 @@ class PlanReport:
     """The values of the tunable options at the end; empty where tuning is off."""
 
 
-class _Constant(PlannerPolicy):
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+@frozen
+class _Constant(PlannerPolicy[None]):
+    role: Role
+    workers: int
 
-    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
-        return {
-            role: Proposal(workers=self._workers, reason="constant") for role in situation.demands
-        }
+    def begin(self) -> None:
+        return None
+
+    def propose(self, state: None, seen: Observation) -> tuple[None, Sizing]:
+        return None, Sizing(roles={self.role: Proposal(workers=self.workers, reason="constant")})
 
 
 @frozen
@@ -202,24 +208,10 @@ class PlannedReplays:
         self, name: str, config: PlannerConfig, trace: Sequence[TraceRequest], factor: float = 1.0
     ) -> PlanReport:
         makers, performance = self._roles()
-        if config.performance is not None:
-            performance = dict.fromkeys(performance, config.performance.performance())
-        host = self.replays.loaded.host
-        wanted_kind = config.forecaster
-        forecaster: Forecaster[Any] = (
-            no_growth()
-            if wanted_kind is None
-            else host.forecasters.kinds[wanted_kind.kind].thing(wanted_kind)
-        )
-        if factor != 1.0:
-            forecaster = _Times(forecaster, factor)
-        policy = host.planners.kinds[config.kind].thing(config)
-        constraints = [host.constraints.kinds[c.kind].thing(c) for c in config.constraints]
-        planner = Planner(config, performance, policy, forecaster, constraints)
+        policy = self._policy(config, PlannerContext(performance=performance), factor)
+        planner = FleetPlanner(config, performance, policy)
         fleet = self.replays.fleet(roles=self._has_roles)
-        tuning = None
-        if config.tuning.mode != "off":
-            tuning = ReplayTuning(self.replays, trace, config.targets, config.tuning)
+        tuning = self._tuning(config, trace)
         planning = Planning(
             planner=planner,
             config=config,
@@ -232,13 +224,33 @@ class PlannedReplays:
             return report
         return evolve(report, tuning=tuning.steps, tuned=tuning.values)
 
+    def _policy(
+        self, config: PlannerConfig, context: PlannerContext, factor: float
+    ) -> PlannerPolicy[Any]:
+        """``factor``: how many times the forecasts of the planner `slo` count."""
+        if factor == 1.0:
+            host = self.replays.loaded.host
+            return host.planners.kinds[config.kind].thing(config, context)
+        if not isinstance(config, SloConfig):
+            raise ConfigError([f"planner.kind: {config.kind} has no forecasts"], self.replays.file)
+        return Slo(config, context, forecaster=_Times(forecaster_of(config), factor))
+
+    def _tuning(self, config: PlannerConfig, trace: Sequence[TraceRequest]) -> ReplayTuning | None:
+        wanted = config.tuning
+        if wanted is None or wanted.mode == "off":
+            return None
+        if not isinstance(wanted, TrialsConfig):
+            problem = f"planner.tuning.kind: {wanted.kind} cannot be replayed, only trials"
+            raise ConfigError([problem], self.replays.file)
+        return ReplayTuning(self.replays, trace, config.targets, wanted)
+
     def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
         """Replay with a constant number of ``workers``, whatever bounds and budget say."""
         makers, performance = self._roles()
         (role,) = performance
         bounds = evolve(self.config.bounds, **{role.value: (workers, workers)})
         config = evolve(self.config, bounds=bounds, budget=type(self.config.budget)())
-        planner = Planner(config, performance, _Constant(workers), no_growth())
+        planner = FleetPlanner(config, performance, _Constant(role, workers))
         planning = Planning(planner=planner, config=config, make_engine=makers)
         fleet = _fleet(workers, makers[role], role)
         return self._report(f"{FIXED}:{workers}", trace, planning, fleet)
@@ -392,7 +404,7 @@ class PlannedReplays:
             names = ", ".join([*known, OURS, FIXED, f"{FIXED}:N", CLAIRVOYANT, *PEERS])
             raise ConfigError([f'no planner "{name}"; there are {names}'], option)
         fields = attrs.fields(kind.config_class)
-        shared = {one.name for one in attrs.fields(PlannerConfig)} - {"kind", "forecaster"}
+        shared = {one.name for one in attrs.fields(PlannerConfig)} - {"kind"}
         needed = [
             one.name
             for one in fields

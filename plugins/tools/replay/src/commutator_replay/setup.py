@@ -23,6 +23,7 @@ from commutator_replay.report import Report, report
 from commutator_replay.trace import TraceRequest
 from commutator_replay.virtual import VirtualEngine, virtual_engine_factory
 from commutator_replay.workforce import Planning
+from commutator_slo.config import SloConfig
 
 __all__ = [
     "AGGREGATED",
@@ -184,9 +185,10 @@ class Replays:
             return partial(make, entry)
         planner, sim = self.config.planner, self.loaded.host.engines.kinds.get("sim")
         make = virtual_engine_factory("sim")
-        if planner is None or planner.performance is None or sim is None or make is None:
+        speed = planner.performance if isinstance(planner, SloConfig) else None
+        if speed is None or sim is None or make is None:
             return None
-        speed, block_size = planner.performance, self.config.router.block_size
+        block_size = self.config.router.block_size
         modelled = sim.config_class(
             kind="sim",
             prefill_tokens_per_s=speed.prefill_tokens_per_s,

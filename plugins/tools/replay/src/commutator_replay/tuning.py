@@ -12,24 +12,23 @@ from attrs import define, evolve, field, frozen
 from commutator import RequestSummary
 from commutator.config.model import Config
 from commutator.config.tunable import tunable_options, with_values
-from commutator.contract.planner import PlannedWorker, PlannerTargets, TuningConfig, WorkerPhase
+from commutator.contract.planner import PlannedWorker, PlannerTargets, WorkerPhase
+from commutator.contract.tuning import ArmCounts, counted, trial_outcome
 from commutator.contract.worker import Role
-from commutator.planner.tuning import (
-    ArmCounts,
+from commutator.plugins import PluginHost
+from commutator.routing.model import TunedPolicy, tune
+from commutator_replay.replay import Outcome
+from commutator_replay.setup import Replays
+from commutator_replay.trace import TraceRequest
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.tuner import (
     Finding,
     Tried,
     Tuner,
     TuningSeen,
     TuningState,
     TuningStep,
-    counted,
-    trial_outcome,
 )
-from commutator.plugins import PluginHost
-from commutator.routing.model import TunedPolicy, tune
-from commutator_replay.replay import Outcome
-from commutator_replay.setup import Replays
-from commutator_replay.trace import TraceRequest
 
 __all__ = [
     "Compared",
@@ -152,7 +151,7 @@ class ReplayTuning:
     replays: Replays
     trace: Sequence[TraceRequest]
     targets: PlannerTargets
-    config: TuningConfig
+    config: TrialsConfig
     steps: list[TunedAt] = field(factory=list)
     _policies: Sequence[TunedPolicy[Any]] = ()
     _arms: tuple[ArmCounts, ArmCounts] = (ArmCounts(), ArmCounts())

@@ -11,24 +11,21 @@ from attrs import define, field, frozen
 from commutator import RequestSummary
 from commutator.config.model import Config
 from commutator.contract.planner import (
-    ActionKind,
     Arrivals,
     Observation,
-    Plan,
-    PlanAction,
     PlannedWorker,
     PlannerConfig,
     WorkerPhase,
     length_bucket,
 )
 from commutator.contract.worker import Role
-from commutator.planner.learned import StepMeter
-from commutator.planner.performance import Sample
+from commutator.planning import ActionKind, Plan, PlanAction
 from commutator.plugins import PluginHost
 from commutator.routing.load import InFlightLoad
 from commutator.routing.model import TunedPolicy
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
+from commutator_slo.learned import StepMeter
 
 __all__ = [
     "Planning",
@@ -251,10 +248,8 @@ class Workforce:
         """A prefill worker has computed a prompt; ``prompt_tokens`` with those before it."""
         self._workers[worker_id].served_ns = time_ns
         if time_ns > began_ns:
-            sample = Sample(
-                seconds=(time_ns - began_ns) / 1e9, prompt_tokens=prompt_tokens, first_tokens=1
-            )
-            self._meters.setdefault(Role.PREFILL, StepMeter()).add(sample)
+            meter = self._meters.setdefault(Role.PREFILL, StepMeter())
+            meter.prefilled((time_ns - began_ns) / 1e9, prompt_tokens)
 
     def end(self, time_ns: int) -> None:
         """Bill the workers that are left."""

@@ -91,7 +91,7 @@ KINDS: Mapping[str, PluginKind] = {
     ),
     "planner": PluginKind(
         title="a planner",
-        summary="A planner for Commutator: workers are busy for a fraction of their time",
+        summary="A planner for Commutator: a worker for each few requests",
         page="docs/explanation/planning.md",
         change="the policy: begin with propose()",
     ),

@@ -1,45 +1,44 @@
-"""From observations to plans: observe, forecast, propose, constrain, hold, act. Pure.
+"""From observations to how many workers there should be: observe, forecast, ask, constrain, hold.
 
-State goes in and out, time comes with the observation: a replay and a deployment run the same code,
-and equal observations give equal plans.
+Pure: state goes in and out, and time comes with the observation.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from commutator.contract.planner import (
-    ActionKind,
     Arrivals,
-    Demand,
     EnginePerformance,
-    Forecaster,
     Observation,
-    Plan,
-    PlanAction,
-    PlanConstraint,
-    PlannedWorker,
-    PlannerConfig,
     PlannerPolicy,
     Proposal,
-    RolePlan,
     SampleSums,
-    Situation,
+    Sizing,
     WorkerPhase,
 )
 from commutator.contract.worker import Role
-from commutator.planner.learned import LearnedSpeed
+from commutator.planning import supply, within
+from commutator_slo.config import SloConfig
+from commutator_slo.learned import LearnedSpeed
+from commutator_slo.situation import (
+    Demand,
+    Forecaster,
+    Need,
+    NeedPolicy,
+    PlanConstraint,
+    Situation,
+)
 
 __all__ = [
-    "Planner",
-    "PlannerState",
+    "Pipeline",
+    "PipelineState",
     "RoleState",
-    "fleet_actions",
     "no_growth",
 ]
 
@@ -55,8 +54,6 @@ _MOST_VARIATION = 20.0
 _START_UPS = 32
 """Start-up times that are remembered."""
 _START_UP_QUANTILE = 0.9
-_OVERDUE = 3.0
-"""A launch that takes this many times the usual start-up time is given up."""
 _PATIENCE = 1.5
 """After a launch that was given up, start-ups are taken to need this many times as long. Not as
 long as it took to give up: a launcher that hangs once with several launches would stop all for
@@ -125,7 +122,7 @@ class RoleState:
 
 
 @frozen(kw_only=True)
-class PlannerState:
+class PipelineState:
     """Everything that a planner remembers; never changed in place."""
 
     roles: Mapping[Role, RoleState]
@@ -163,14 +160,14 @@ def no_growth() -> Forecaster[Any]:
     return _NoGrowth()
 
 
-class Planner:
-    """Runs a policy, a forecaster and constraints under the options that all planners share."""
+class Pipeline(PlannerPolicy[PipelineState]):
+    """Runs a policy, a forecaster and constraints under the options of `slo`."""
 
     def __init__(
         self,
-        config: PlannerConfig,
+        config: SloConfig,
         performance: Mapping[Role, EnginePerformance],
-        policy: PlannerPolicy,
+        policy: NeedPolicy,
         forecaster: Forecaster[Any],
         constraints: Sequence[PlanConstraint] = (),
     ) -> None:
@@ -181,7 +178,9 @@ class Planner:
         self._forecaster = forecaster
         self._constraints = constraints
 
-    def begin(self, learned: Mapping[Role, Mapping[int, SampleSums]] | None = None) -> PlannerState:
+    def begin(
+        self, learned: Mapping[Role, Mapping[int, SampleSums]] | None = None
+    ) -> PipelineState:
         """The state before the first observation.
 
         ``learned``: what an earlier state's ``speed.buckets`` were, by role.
@@ -190,29 +189,30 @@ class Planner:
             role: LearnedSpeed(told=told, buckets=(learned or {}).get(role, {})).fitted(None)
             for role, told in self._performance.items()
         }
-        return PlannerState(
+        return PipelineState(
             roles={
                 role: RoleState(speed=speed, forecast=self._forecaster.begin())
                 for role, speed in speeds.items()
             }
         )
 
-    def plan(self, state: PlannerState, seen: Observation) -> tuple[PlannerState, Plan]:
-        """The plan for an observation, which is later than the one before, and the next state.
-
-        Where arrivals or workers are not known, the last plan stays.
-        """
+    def propose(self, state: PipelineState, seen: Observation) -> tuple[PipelineState, Sizing]:
+        """Where arrivals or workers are not known, or the policy fails, the last plan stays."""
+        if seen.given_up:
+            # The next launch may take longer: else a slow start would be given up for ever.
+            late = sum(seen.given_up.values())
+            state = _remember_start_ups(state, [_PATIENCE * self._start_up_s(state)] * late)
         state = self._learn(state, seen)
         start_up_s = self._start_up_s(state)
         situation = self._situation(state, seen, start_up_s)
         warnings: list[str] = []
-        proposals, cautious = self._proposed(state, seen, situation, warnings)
+        needed, cautious = self._needed(state, seen, situation, warnings)
         notes: dict[Role, list[str]] = {role: [] for role in self._performance}
         if state.reserve != 1:
             for lines in notes.values():
                 lines.append(f"reserve {state.reserve:.0%}")
-        if proposals:
-            needs = self._limited(_counts(proposals), situation, notes, warnings)
+        if needed:
+            needs = self._limited(_counts(needed), situation, notes, warnings)
             silent: dict[Role, list[str]] = {role: [] for role in self._performance}
             cautious_needs = self._limited(_counts(cautious), situation, silent, [])
             desired: dict[Role, int] = {}
@@ -231,32 +231,20 @@ class Planner:
             for lines in notes.values():
                 lines.append("as before")
         in_use = [role for role in state.roles if self._in_use(state, role, seen.time_s)]
-        desired = self._within(desired, notes, in_use)
+        desired = within(self._config, desired, notes, in_use)
         state = evolve(
             state,
             roles={role: evolve(one, desired=desired[role]) for role, one in state.roles.items()},
         )
-        actions: list[PlanAction] = []
-        if seen.workers is not None:
-            given_up, actions = fleet_actions(desired, seen.workers, start_up_s)
-            for role, late in given_up.items():
-                # The next launch may take longer: else a slow start would be given up for ever.
-                state = _remember_start_ups(state, [_PATIENCE * start_up_s] * late)
-                warnings.append(
-                    f"{late} {role} not ready after {_OVERDUE:g} times the usual "
-                    f"{start_up_s:.0f} s, given up"
-                )
-        plans = {
-            role: self._role_plan(
-                role, desired[role], proposals.get(role), seen, notes[role], state.roles[role].speed
-            )
+        sized = {
+            role: self._sized(state, role, needed.get(role), notes[role])
             for role in self._performance
         }
-        return state, Plan(time_s=seen.time_s, roles=plans, actions=actions, warnings=warnings)
+        return state, Sizing(roles=sized, warnings=warnings, start_up_s=start_up_s)
 
     # ------------------------------------------------------------------ observe
 
-    def _learn(self, state: PlannerState, seen: Observation) -> PlannerState:
+    def _learn(self, state: PipelineState, seen: Observation) -> PipelineState:
         if seen.started_s:
             state = _remember_start_ups(state, seen.started_s)
         output_tokens, output_seen_s = state.output_tokens, state.output_seen_s
@@ -292,7 +280,7 @@ class Planner:
             },
         )
 
-    def _adapted(self, state: PlannerState, seen: Observation) -> PlannerState:
+    def _adapted(self, state: PipelineState, seen: Observation) -> PipelineState:
         """The state with the reserve after a window, by what was attained and what is asked.
 
         Each miss adds as much as the hits that are asked for each allowed miss take away, so that
@@ -313,7 +301,7 @@ class Planner:
         reserve = min(max(floor, state.reserve + step), _MOST_RESERVE)
         return evolve(state, reserve=reserve, floor=floor, missed=of_late)
 
-    def _weight(self, state: PlannerState, seen: Observation) -> float:
+    def _weight(self, state: PipelineState, seen: Observation) -> float:
         """The requests of the window, by how many there usually are."""
         requests = max((one.requests for one in (seen.arrivals or {}).values()), default=0)
         usual = max((one.gaps / one.gaps_s for one in state.roles.values() if one.gaps), default=0)
@@ -326,7 +314,7 @@ class Planner:
         one: RoleState,
         arrived: Arrivals,
         seen: Observation,
-        state: PlannerState,
+        state: PipelineState,
         lead_s: float,
         busy: bool,
     ) -> RoleState:
@@ -366,20 +354,20 @@ class Planner:
             forecast=forecast,
         )
 
-    def _start_up_s(self, state: PlannerState) -> float:
+    def _start_up_s(self, state: PipelineState) -> float:
         """The time in which most workers become ready."""
         if not state.start_ups:
             return self._config.start_up_s
         ordered = sorted(state.start_ups)
         return ordered[min(len(ordered) - 1, int(_START_UP_QUANTILE * len(ordered)))]
 
-    def _lead_s(self, state: PlannerState) -> float:
+    def _lead_s(self, state: PipelineState) -> float:
         """Until a worker is ready that the next plan starts."""
         return self._start_up_s(state) + self._config.interval_s
 
     # ----------------------------------------------------------------- forecast
 
-    def _situation(self, state: PlannerState, seen: Observation, start_up_s: float) -> Situation:
+    def _situation(self, state: PipelineState, seen: Observation, start_up_s: float) -> Situation:
         workers = seen.workers or ()
         backlog: Counter[Role] = Counter(seen.waiting_tokens)
         active: Counter[Role] = Counter()
@@ -406,22 +394,22 @@ class Planner:
             lead_s=lead_s,
             demands=demands,
             performance={role: one.speed.performance for role, one in state.roles.items()},
-            supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
+            supply={role: len(supply(workers, role, start_up_s)) for role in self._performance},
         )
 
-    def _proposed(
-        self, state: PlannerState, seen: Observation, situation: Situation, warnings: list[str]
-    ) -> tuple[Mapping[Role, Proposal], Mapping[Role, Proposal]]:
-        """What the policy proposes, and what it proposes cautiously; empty: the last plan stays."""
+    def _needed(
+        self, state: PipelineState, seen: Observation, situation: Situation, warnings: list[str]
+    ) -> tuple[Mapping[Role, Need], Mapping[Role, Need]]:
+        """What is needed, and what is needed cautiously; empty: the last plan stays."""
         if seen.arrivals is None or seen.workers is None:
             warnings.append("arrivals or workers are not known: the last plan stays")
             return {}, {}
         try:
-            proposals = self._policy.propose(situation)
+            needed = self._policy.propose(situation)
             cautious = self._policy.propose(self._cautiously(state, situation))
-            warnings += [one.warning for one in proposals.values() if one.warning]
+            warnings += [one.warning for one in needed.values() if one.warning]
             return (
-                {role: proposals[role] for role in situation.demands},
+                {role: needed[role] for role in situation.demands},
                 {role: cautious[role] for role in situation.demands},
             )
         except Exception as error:  # noqa: BLE001 - a policy's failure must not stop planning
@@ -429,7 +417,7 @@ class Planner:
             warnings.append(f"the policy failed, the last plan stays: {problem}")
             return {}, {}
 
-    def _reserved(self, state: PlannerState, growth: float) -> float:
+    def _reserved(self, state: PipelineState, growth: float) -> float:
         """The growth to size for."""
         if state.reserve < 0:
             return min(growth, 1.0) * math.exp(_BELOW * state.reserve)
@@ -451,7 +439,7 @@ class Planner:
         work_s = sum(window.work_s(performance) for window in one.windows)
         return work_s / span_s / usual_s
 
-    def _cautiously(self, state: PlannerState, situation: Situation) -> Situation:
+    def _cautiously(self, state: PipelineState, situation: Situation) -> Situation:
         """The same with as much more demand as the arrivals that were counted vary by chance."""
         demands = {}
         for role, demand in situation.demands.items():
@@ -489,46 +477,9 @@ class Planner:
                 if allowed != counts[role]:
                     notes[role].append(f"{allowed} by {limit.reason}")
                     counts[role] = allowed
-        return self._within(counts, notes)
+        return within(self._config, counts, notes)
 
-    def _within(
-        self,
-        wanted: Mapping[Role, int],
-        notes: Mapping[Role, list[str]],
-        in_use: Collection[Role] = (),
-    ) -> dict[Role, int]:
-        """``wanted`` within bounds and budget, which always hold.
-
-        Roles that are ``in_use`` keep a worker also where their bounds begin at 0.
-        """
-        counts = {}
-        floors = {}
-        for role in self._performance:
-            fewest, most = self._config.bounds.of(role)
-            floor = fewest or min(most, int(role in in_use))
-            counts[role] = min(max(wanted[role], floor), most)
-            floors[role] = floor
-            if counts[role] > wanted[role]:
-                why = "bounds" if fewest else "recent use"
-                notes[role].append(f"{counts[role]} by {why}")
-            elif counts[role] < wanted[role]:
-                notes[role].append(f"{counts[role]} by bounds")
-        most_workers = self._config.budget.workers
-        if most_workers is None or sum(counts.values()) <= most_workers:
-            return counts
-        before = dict(counts)
-        while sum(counts.values()) > most_workers:
-            above = [role for role in counts if counts[role] > floors[role]]
-            # Below the floors only where the floors themselves exceed the budget.
-            able = above or [role for role in counts if counts[role]]
-            # The role that is left the most of what it had gives next, so that shares stay equal.
-            counts[max(able, key=lambda role: (counts[role] / before[role], before[role]))] -= 1
-        for role, count in counts.items():
-            if count < before[role]:
-                notes[role].append(f"{count} by the budget of {most_workers} workers")
-        return counts
-
-    def _in_use(self, state: PlannerState, role: Role, now_s: float) -> bool:
+    def _in_use(self, state: PipelineState, role: Role, now_s: float) -> bool:
         """Whether a role that may have no workers keeps one, because requests came of late."""
         active_s = state.roles[role].active_s
         if active_s is None:
@@ -539,7 +490,7 @@ class Planner:
 
     def _hold(
         self,
-        state: PlannerState,
+        state: PipelineState,
         role: Role,
         need: int,
         cautious: int,
@@ -582,79 +533,27 @@ class Planner:
             return _changed(one, current, lowest, now_s), lowest
         return one, current
 
-    def _role_plan(
+    def _sized(
         self,
+        state: PipelineState,
         role: Role,
-        desired: int,
-        proposal: Proposal | None,
-        seen: Observation,
+        need: Need | None,
         notes: Sequence[str],
-        speed: LearnedSpeed,
-    ) -> RolePlan:
-        phases = Counter(one.phase for one in seen.workers or () if one.role is role)
-        reason = [] if proposal is None else [f"need {proposal.workers} ({proposal.reason})"]
-        return RolePlan(
-            desired=desired,
-            proposed=None if proposal is None else proposal.workers,
-            ready=phases[WorkerPhase.READY],
-            starting=phases[WorkerPhase.STARTING],
-            draining=phases[WorkerPhase.DRAINING],
+    ) -> Proposal:
+        one = state.roles[role]
+        assert one.desired is not None, "it was just set"
+        reason = [] if need is None else [f"need {need.workers} ({need.reason})"]
+        return Proposal(
+            workers=one.desired,
+            needed=None if need is None else need.workers,
             reason="; ".join([*reason, *dict.fromkeys(notes)]),
-            samples=speed.samples,
-            residual=speed.residual,
+            samples=one.speed.samples,
+            residual=one.speed.residual,
         )
 
 
-def fleet_actions(
-    desired: Mapping[Role, int], workers: Sequence[PlannedWorker], start_up_s: float
-) -> tuple[Mapping[Role, int], list[PlanAction]]:
-    """How roles get to ``desired`` workers, cheapest actions first.
-
-    Also returns the number of launches of each role that are given up, because they take more than
-    three times ``start_up_s``.
-    """
-    given_up: dict[Role, int] = {}
-    missing: dict[Role, int] = {}
-    leaving: list[PlannedWorker] = []
-    actions: list[PlanAction] = []
-    for role, wanted in desired.items():
-        mine = [one for one in workers if one.role is role]
-        supply = _supply(mine, role, start_up_s)
-        late = [
-            one
-            for one in mine
-            if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
-        ]
-        if late:
-            given_up[role] = len(late)
-        actions += [_act(ActionKind.CANCEL, one) for one in late]
-        missing[role] = wanted - len(supply)
-        if missing[role] > 0:
-            back = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
-            back.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
-            actions += [_act(ActionKind.UNDRAIN, one) for one in back[: missing[role]]]
-            missing[role] -= min(missing[role], len(back))
-        elif missing[role] < 0:
-            leaving += _leaving([one for one in supply if not one.held], -missing[role])
-    for role, count in missing.items():
-        for _ in range(count):
-            able = [
-                one for one in leaving if one.phase is WorkerPhase.READY and role in one.may_become
-            ]
-            if able:
-                chosen = min(able, key=_loss)
-                leaving.remove(chosen)
-                actions.append(_act(ActionKind.SET_ROLE, evolve(chosen, role=role)))
-            else:
-                actions.append(PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None))
-    for one in leaving:
-        starts = one.phase is WorkerPhase.STARTING
-        actions.append(_act(ActionKind.CANCEL if starts else ActionKind.DRAIN, one))
-    return given_up, actions
-
-
-def _counts(proposals: Mapping[Role, Proposal]) -> dict[Role, int]:
-    return {role: max(0, proposal.workers) for role, proposal in proposals.items()}
+def _counts(needed: Mapping[Role, Need]) -> dict[Role, int]:
+    return {role: max(0, one.workers) for role, one in needed.items()}
 
 
 def _gap_variation(one: RoleState) -> float:
@@ -663,36 +562,6 @@ def _gap_variation(one: RoleState) -> float:
     mean_s = one.gaps_s / one.gaps
     variation = one.gaps_squared_s2 / one.gaps / mean_s**2 - 1
     return min(max(0.0, variation), _MOST_VARIATION)
-
-
-def _supply(workers: Sequence[PlannedWorker], role: Role, start_up_s: float) -> list[PlannedWorker]:
-    """The workers that are ready, or are starting and not overdue."""
-    return [
-        one
-        for one in workers
-        if one.role is role
-        and (
-            one.phase is WorkerPhase.READY
-            or (one.phase is WorkerPhase.STARTING and one.age_s <= _OVERDUE * start_up_s)
-        )
-    ]
-
-
-def _leaving(supply: Sequence[PlannedWorker], count: int) -> Sequence[PlannedWorker]:
-    """The youngest launches; then the workers that lose least."""
-    starting = [one for one in supply if one.phase is WorkerPhase.STARTING]
-    starting.sort(key=lambda one: (one.age_s, one.worker_id))
-    ready = [one for one in supply if one.phase is WorkerPhase.READY]
-    return [*starting, *sorted(ready, key=_loss)][:count]
-
-
-def _loss(worker: PlannedWorker) -> tuple[int, int, str]:
-    """What is lost when a worker stops what it does."""
-    return worker.active_requests, worker.cached_blocks, worker.worker_id
-
-
-def _act(kind: ActionKind, worker: PlannedWorker) -> PlanAction:
-    return PlanAction(kind=kind, role=worker.role, worker_id=worker.worker_id)
 
 
 def _changed(one: RoleState, current: int, desired: int, now_s: float) -> RoleState:
@@ -704,5 +573,5 @@ def _changed(one: RoleState, current: int, desired: int, now_s: float) -> RoleSt
     return evolve(one, growing=growing, flips=(*one.flips, now_s) if turned else one.flips)
 
 
-def _remember_start_ups(state: PlannerState, times_s: Sequence[float]) -> PlannerState:
+def _remember_start_ups(state: PipelineState, times_s: Sequence[float]) -> PipelineState:
     return evolve(state, start_ups=(*state.start_ups, *times_s)[-_START_UPS:])

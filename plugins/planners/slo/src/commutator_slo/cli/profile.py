@@ -19,7 +19,7 @@ from attrs import define
 
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
-from commutator.planner.profile import Answered, Profile, profile
+from commutator_slo.profile import Answered, Profile, profile
 
 __all__ = ["profile_command"]
 

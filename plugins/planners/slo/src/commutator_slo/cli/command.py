@@ -10,9 +10,9 @@ import click
 
 from commutator.cli.added import AddedCommands
 from commutator.cli.front_door import FrontDoor, front_door_options
-from commutator.cli.planner.profile import profile_command
-from commutator.cli.planner.text import observed_lines, role_lines, time_of_day, tuning_lines
 from commutator.errors import CommutatorError
+from commutator_slo.cli.profile import profile_command
+from commutator_slo.cli.text import observed_lines, role_lines, time_of_day, tuning_lines
 
 __all__ = ["planner"]
 

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from attrs import asdict
 
-from commutator.contract.planner import PlannedWorker, TuningConfig, WorkerPhase
+from commutator.contract.planner import PlannedWorker, WorkerPhase
+from commutator.contract.tuning import ArmCounts, Tuning
 from commutator.contract.worker import Role
-from commutator.planner.tuning import (
-    ArmCounts,
+from commutator_tuning.config import TrialsConfig
+from commutator_tuning.tuner import (
     Finding,
     Tuner,
     TuningSeen,
@@ -33,14 +34,14 @@ class ValueSearch(Protocol):
     """Finds out by replays which values are better; ``PolicySearch`` is one."""
 
     async def search(
-        self, tuning: TuningConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
+        self, tuning: TrialsConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
     ) -> Finding: ...
 
 
-class LiveTuning:
+class LiveTuning(Tuning):
     """Takes a step with each plan. Searches run by themselves; nothing here waits for one."""
 
-    def __init__(self, config: TuningConfig, tuner: Tuner, search: ValueSearch) -> None:
+    def __init__(self, config: TrialsConfig, tuner: Tuner, search: ValueSearch) -> None:
         self._config = config
         self._tuner = tuner
         self._search = search
@@ -56,7 +57,6 @@ class LiveTuning:
         arms: Mapping[int, tuple[ArmCounts, ArmCounts]],
         workers: Sequence[PlannedWorker],
     ) -> Sequence[str]:
-        """Take the next step; returns lines for people."""
         told: list[str] = []
         state = self._state
         if state is None:
@@ -84,20 +84,18 @@ class LiveTuning:
         return [f"tuning, {line}" for line in told]
 
     def forget(self) -> None:
-        """Another planner acts: end what runs here. A trial ends by that."""
         self._state = None
         if self._searching is not None:
             self._searching.cancel()
             self._searching = None
 
     def status(self) -> dict[str, Any]:
-        """What front doors apply, and people see, as plain data."""
         state = TuningState() if self._state is None else self._state
         trial = state.trial
         return {
             "mode": self._config.mode,
             "values": dict(state.values),
-            "trial": None if trial is None else trial.pack(),
+            "trial": None if trial is None else asdict(trial),
             "arms": None if trial is None else [asdict(one) for one in state.arms],
             "searching": state.searching,
             "options": self._tuner.values(state),

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,16 @@ from attrs import evolve
 from commutator.config.load import PREFIX
 from commutator.config.model import Config
 from commutator.config.show import effective
-from commutator.config.tunable import tunable_options, with_values
+from commutator.config.tunable import with_values
 from commutator.contract.launcher import Launcher, LaunchPlan
-from commutator.contract.planner import TuningConfig
 from commutator.contract.worker import Role
-from commutator.planner.tuning import Finding, Tried
+from commutator_tuning.config import TrialsConfig, trace_of
+from commutator_tuning.tuner import Finding, Tried
 
-__all__ = ["PolicySearch", "recorded_since", "tuning_problems"]
+__all__ = ["PolicySearch", "recorded_since"]
 
 _GRACE_S = 1.0
 _LOWEST_PRIORITY = "19"
-
-
-def tuning_problems(config: Config) -> Iterator[str]:
-    """Why options cannot be tuned here, as "OPTION: what is wrong, and what to do"."""
-    if config.planner is None or config.planner.tuning.mode == "off":
-        return
-    if _trace_of(config) is None:
-        yield (
-            "planner.tuning: needs the observer `recording`, such as observers: [{kind: recording, "
-            "prompts: true, path: /var/log/commutator/trace.jsonl}]: values are tried in replays "
-            "of what it records"
-        )
-    if not entry_points(group="commutator.commands", name="replay"):
-        yield (
-            "planner.tuning: needs commutator-replay, which is not installed; install it, as by "
-            "`pip install commutator-replay`, or remove the option"
-        )
-    if not tunable_options(config):
-        yield (
-            "planner.tuning: nothing to tune, as the policies of `router` and `disaggregation` "
-            "declare no option as tunable; remove it"
-        )
 
 
 class PolicySearch:
@@ -63,7 +40,7 @@ class PolicySearch:
         self._folder = folder
 
     async def search(
-        self, tuning: TuningConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
+        self, tuning: TrialsConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
     ) -> Finding:
         """What replays say, with the present values and workers; raises nothing of its own."""
         self._folder.mkdir(exist_ok=True)
@@ -96,26 +73,19 @@ class PolicySearch:
 
     def _prepare(
         self,
-        tuning: TuningConfig,
+        tuning: TrialsConfig,
         values: Mapping[str, float],
         fleet: Mapping[Role, int],
         trace: Path,
         file: Path,
     ) -> int:
         """Write the trace and the configuration to replay; returns the number of requests."""
-        path, since_s = _trace_of(self._config), time.time() - tuning.window_s
+        path, since_s = trace_of(self._config), time.time() - tuning.window_s
         assert path is not None
         latest = heapq.nlargest(tuning.max_requests, recorded_since(path, since_s))
         trace.write_bytes(b"".join(line for _, line in sorted(latest)))
         file.write_text(json.dumps(_with_fleet(with_values(self._config, values), fleet)))
         return len(latest)
-
-
-def _trace_of(config: Config) -> Path | None:
-    """The file of the observer `recording`; None without one."""
-    paths = (getattr(one, "path", None) for one in config.observers if one.kind == "recording")
-    path = next(paths, None)
-    return None if path is None else Path(path).expanduser()
 
 
 def recorded_since(path: Path, unix_s: float) -> Iterator[tuple[float, bytes]]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping
 
 from attrs import define, evolve, field, frozen
 
-from commutator.contract.planner import EnginePerformance, SampleSums
-from commutator.planner.performance import Fit, Sample, explained_part, fit_sums, sums_of
+from commutator.contract.planner import EnginePerformance, SampleSums, SpeedMeter
+from commutator_slo.performance import Fit, Sample, explained_part, fit_sums, sums_of
 
 __all__ = ["LearnedSpeed", "StepMeter", "bucket_of"]
 
@@ -77,27 +77,24 @@ class _Request:
     first_s: float | None = None
 
 
-class StepMeter:
-    """Samples of a worker's speed, from when its requests begin, answer first, and end.
-
-    Times are seconds of one clock, and do not go back at a worker.
-    """
+class StepMeter(SpeedMeter):
+    """Samples of a worker's speed, from when its requests begin, answer first, and end."""
 
     def __init__(self, others: Callable[[str], int] = lambda _: 0) -> None:
         """``others``: requests in flight at a worker from other front doors."""
         self._others = others
         self._workers: dict[str, _Worker] = {}
         self._requests: dict[Hashable, _Request] = {}
-        self.sums: dict[int, SampleSums] = {}
+        self._sums: dict[int, SampleSums] = {}
         """All samples that have not been taken, by bucket."""
+
+    @property
+    def sums(self) -> Mapping[int, SampleSums]:
+        return self._sums
 
     def began(
         self, key: Hashable, worker_id: str, now_s: float, *, prompt_tokens: int, ahead_tokens: int
     ) -> None:
-        """A worker has got a request, of which it computes ``prompt_tokens``.
-
-        It has ``ahead_tokens`` to compute before. A request that begins again is another one.
-        """
         self.lost(key, now_s)
         worker = self._at(worker_id, now_s)
         worker.requests += 1
@@ -111,7 +108,6 @@ class StepMeter:
         )
 
     def answered(self, key: Hashable, worker_id: str, now_s: float) -> None:
-        """The first token of a request has come from a worker."""
         one = self._requests.get(key)
         if one is None or one.first_s is not None:
             return
@@ -128,7 +124,6 @@ class StepMeter:
         one.computed_before = worker.prompt_tokens
 
     def ended(self, key: Hashable, worker_id: str, tokens: int, now_s: float) -> None:
-        """The last of ``tokens`` tokens of a request has come from a worker."""
         one = self._requests.get(key)
         if one is not None and one.first_s is not None and one.worker_id == worker_id:
             worker = self._at(worker_id, now_s)
@@ -148,7 +143,6 @@ class StepMeter:
         self.lost(key, now_s)
 
     def lost(self, key: Hashable, now_s: float) -> None:
-        """A request has left its worker without a whole answer."""
         one = self._requests.pop(key, None)
         if one is None:
             return
@@ -158,15 +152,18 @@ class StepMeter:
         if not worker.requests:
             del self._workers[one.worker_id]
 
+    def prefilled(self, seconds: float, prompt_tokens: int) -> None:
+        self.add(Sample(seconds=seconds, prompt_tokens=prompt_tokens, first_tokens=1))
+
     def take(self) -> Mapping[int, SampleSums]:
         """The samples since the last call."""
-        taken, self.sums = self.sums, {}
+        taken, self._sums = self._sums, {}
         return taken
 
     def add(self, sample: Sample) -> None:
         """Count a sample."""
         bucket = bucket_of(sample)
-        self.sums[bucket] = self.sums.get(bucket, SampleSums()) + sums_of(sample)
+        self._sums[bucket] = self._sums.get(bucket, SampleSums()) + sums_of(sample)
 
     def _at(self, worker_id: str, now_s: float) -> _Worker:
         """The worker, with all that is known of it until now."""

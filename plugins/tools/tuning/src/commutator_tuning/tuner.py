@@ -24,30 +24,22 @@ from typing import Any, Protocol
 import msgspec
 from attrs import asdict, evolve, field, frozen
 
-from commutator.contract.planner import PlannerTargets, TuningConfig
-from commutator.contract.request import RequestSummary
+from commutator.contract.tuning import ArmCounts, Trial
+from commutator_tuning.config import TrialsConfig
 
 __all__ = [
-    "ArmCounts",
     "Finding",
     "Period",
-    "Trial",
-    "TrialOutcome",
     "Tried",
     "Tuner",
     "TuningSeen",
     "TuningState",
     "TuningStep",
     "TuningStepKind",
-    "counted",
     "gain_by_chance",
     "pooled_z",
-    "trial_outcome",
 ]
 
-_MOST_DELAY = 4.0
-"""A request that takes longer than this many times the target counts no more: one that hung would
-outweigh all others."""
 _NOT_WORSE = 1.0
 """Standard deviations by which misses may differ by chance."""
 _HARM = 3.0
@@ -70,124 +62,6 @@ _FEWEST = 20
 """Below this number of requests with each value, misses and delays say nothing."""
 _BARRED_S = 86_400.0
 """A value that did not prove better is not tried again for this long."""
-
-
-# ------------------------------------------------------------------- requests
-
-
-@frozen(kw_only=True)
-class TrialOutcome:
-    """How one request ended, as trials are judged by it."""
-
-    delay: float
-    """Mean of its time to the first token and its time between tokens, each as a part of its
-    target, from 0 to 4; 4 where it failed."""
-    missed: bool
-    """Whether it missed a target, or failed."""
-    failed: bool = False
-
-
-def trial_outcome(targets: PlannerTargets, ttft_s: float | None, itl_s: float) -> TrialOutcome:
-    """The outcome of a request; ``ttft_s`` is None where it failed."""
-    if ttft_s is None:
-        return TrialOutcome(delay=_MOST_DELAY, missed=True, failed=True)
-    parts = ttft_s / targets.ttft_s, itl_s / targets.itl_s
-    return TrialOutcome(
-        delay=sum(min(part, _MOST_DELAY) for part in parts) / len(parts), missed=max(parts) > 1
-    )
-
-
-@frozen(kw_only=True)
-class ArmCounts:
-    """The requests that ended with one of the two values of a trial."""
-
-    ended: int = 0
-    """Without those whose client went away."""
-    missed: int = 0
-    failed: int = 0
-    delay: float = 0.0
-    """The sum of their delays."""
-    delay_squared: float = 0.0
-
-    def plus(self, one: TrialOutcome) -> ArmCounts:
-        """With one more request."""
-        return ArmCounts(
-            ended=self.ended + 1,
-            missed=self.missed + one.missed,
-            failed=self.failed + one.failed,
-            delay=self.delay + one.delay,
-            delay_squared=self.delay_squared + one.delay * one.delay,
-        )
-
-    def __add__(self, other: ArmCounts) -> ArmCounts:
-        return self._with(other, 1)
-
-    def __sub__(self, other: ArmCounts) -> ArmCounts:
-        return self._with(other, -1)
-
-    def _with(self, other: ArmCounts, times: int) -> ArmCounts:
-        return ArmCounts(
-            ended=self.ended + times * other.ended,
-            missed=self.missed + times * other.missed,
-            failed=self.failed + times * other.failed,
-            delay=self.delay + times * other.delay,
-            delay_squared=self.delay_squared + times * other.delay_squared,
-        )
-
-    @property
-    def mean_delay(self) -> float:
-        """0 without requests."""
-        return self.delay / self.ended if self.ended else 0.0
-
-    @property
-    def delay_variance(self) -> float:
-        """Of the mean."""
-        if not self.ended:
-            return 0.0
-        return max(0.0, self.delay_squared / self.ended - self.mean_delay**2) / self.ended
-
-
-def counted(
-    arms: tuple[ArmCounts, ArmCounts], takes: bool, one: TrialOutcome
-) -> tuple[ArmCounts, ArmCounts]:
-    """``arms``, before and tried, with one more request, which has the tried value or not."""
-    before, tried = arms
-    return (before, tried.plus(one)) if takes else (before.plus(one), tried)
-
-
-@frozen(kw_only=True)
-class Trial:
-    """A value that a part of the requests gets, to be compared with the others."""
-
-    number: int
-    """Each stage of a trial has a number of its own; those of a planner grow."""
-    option: str
-    """Its path in the configuration."""
-    before: float
-    """The value that the other requests have."""
-    value: float
-    """The value that is tried."""
-    share: float
-    """The part of the requests that get it, from 0 to 1."""
-
-    def takes(self, request: RequestSummary) -> bool:
-        """Whether a request gets the value; equal at every front door, and for a conversation.
-
-        Who gets it of a small share gets it of a larger one, too.
-        """
-        name = request.session_id or request.request_id
-        text = f"{self.option}={self.value}:{name}".encode(errors="surrogatepass")
-        drawn = int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
-        return drawn < self.share * 2**64
-
-    def pack(self) -> Any:
-        """For a frame or a file."""
-        return asdict(self)
-
-    @classmethod
-    def unpack(cls, packed: Any) -> Trial:
-        """Raises ValueError for anything else."""
-        return msgspec.convert(packed, cls)
 
 
 # -------------------------------------------------------------------- tuning
@@ -331,7 +205,7 @@ class Option(Protocol):
 class Tuner:
     """Decides which value is tried, on which requests, and what becomes of it."""
 
-    def __init__(self, config: TuningConfig, options: Mapping[str, Option]) -> None:
+    def __init__(self, config: TrialsConfig, options: Mapping[str, Option]) -> None:
         """``options`` are those that are declared as tunable; nothing else is ever set."""
         self._config = config
         self._options = options
@@ -524,7 +398,7 @@ class Tuner:
                 option: {"value": value, "configured": self._options[option].value}
                 for option, value in state.values.items()
             },
-            "trial": None if state.trial is None else state.trial.pack(),
+            "trial": None if state.trial is None else asdict(state.trial),
             "stages": state.stages,
         }
 

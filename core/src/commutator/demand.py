@@ -14,8 +14,8 @@ import msgspec
 from attrs import define, evolve, field, frozen
 
 from commutator.contract.planner import Arrivals, SampleSums
+from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
-from commutator.planner.tuning import ArmCounts
 
 __all__ = ["DoorReport", "DoorReports", "Reported", "RoleCounts"]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from attrs import frozen
 
 from commutator.contract.planner import EnginePerformance
-from commutator.planner.performance import Fit, Sample, fit
+from commutator_slo.performance import Fit, Sample, fit
 
 __all__ = ["Answered", "Profile", "Sender", "profile", "profile_steps", "profiled"]
 

@@ -1,0 +1,1 @@
+"""The loop that resizes the fleet: reads demand, asks a planner, and does what the plan says."""

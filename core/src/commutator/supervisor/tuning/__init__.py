@@ -1,1 +1,0 @@
-"""Tunes options of a running deployment: proposes values by replays, and tries them."""

@@ -1,0 +1,141 @@
+"""How many workers a role needs: the fewest that keep waiting times within the targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+from commutator.contract.planner import EnginePerformance, PlannerTargets
+from commutator.contract.worker import Role
+from commutator_slo.config import SloConfig
+from commutator_slo.queueing import Queue, Stream, decode_rate, running_requests, smallest
+from commutator_slo.situation import Demand, Need, NeedPolicy, Situation
+
+__all__ = ["QueueingNeed", "need"]
+
+_MOST_WORKERS = 100_000
+_CLEAR_S = 30.0
+"""Workers for a backlog have this long to clear it, once they are ready."""
+_BUCKET = 2**0.25
+_LEAST_STEPS = 1.5
+"""Workers are sized for no shorter time between tokens than that of this many lone steps."""
+
+
+class QueueingNeed(NeedPolicy):
+    """Sizes each role by ``need``."""
+
+    def __init__(self, config: SloConfig) -> None:
+        self._headroom = config.headroom
+
+    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+        return {
+            role: self._need(role, demand, situation) for role, demand in situation.demands.items()
+        }
+
+    def _need(self, role: Role, demand: Demand, situation: Situation) -> Need:
+        performance = situation.performance[role]
+        factor = demand.growth * (1 + self._headroom)
+        workers = need(
+            role, demand, performance, situation.targets, situation.lead_s, factor=factor
+        )
+        prompt_tokens = _mean(demand.prompt_lengths)
+        work_s = performance.work_s(prompt_tokens, demand.output_tokens)
+        work = demand.requests_per_s * work_s
+        reason = f"work {work:.2f}, growth {demand.growth:.2f} in {situation.lead_s:.0f} s"
+        if workers and demand.requests_per_s:
+            reason += f", utilisation {work * factor / workers:.2f}"
+        limit = situation.targets.ttft_s * performance.prefill_tokens_per_s
+        longest = max(demand.prompt_lengths, default=0)
+        warning = None
+        if role is not Role.PREFILL and situation.targets.itl_s < _one_step_s(performance):
+            warning = (
+                f"{role}: itl_s {situation.targets.itl_s:g} cannot be reached: a step with one "
+                f"request takes {_one_step_s(performance):.4g} s"
+            )
+        elif longest / _BUCKET > limit:
+            warning = (
+                f"{role}: ttft_s {situation.targets.ttft_s:g} cannot be reached for prompts over "
+                f"{math.floor(limit):,} tokens, by any number of workers"
+            )
+        return Need(workers=workers, reason=reason, warning=warning)
+
+
+def need(
+    role: Role,
+    demand: Demand,
+    performance: EnginePerformance,
+    targets: PlannerTargets,
+    lead_s: float,
+    *,
+    factor: float = 1.0,
+) -> int:
+    """The fewest workers that serve ``factor`` times the demand within the targets.
+
+    It never falls when demand grows, and never grows when a target is looser.
+    """
+    rate_per_s = demand.requests_per_s * factor
+    workers = 0
+    if rate_per_s > 0:
+        enough = partial(_is_enough, role, demand, performance, targets, rate_per_s)
+        workers = smallest(enough, 1, _MOST_WORKERS)
+    backlog_s = demand.backlog_tokens / performance.prefill_tokens_per_s
+    late_s = max(0.0, backlog_s - workers * targets.ttft_s)
+    return workers + math.ceil(late_s / max(lead_s + _CLEAR_S, targets.ttft_s))
+
+
+def _is_enough(
+    role: Role,
+    demand: Demand,
+    performance: EnginePerformance,
+    targets: PlannerTargets,
+    rate_per_s: float,
+    workers: int,
+) -> bool:
+    lengths, answer = demand.prompt_lengths, demand.output_tokens
+    total = sum(lengths.values())
+    prompt_tokens = _mean(lengths)
+    decodes = role is not Role.PREFILL and answer > 0
+    running = 0.0
+    if decodes:
+        most = decode_rate(
+            performance,
+            prompt_tokens,
+            answer,
+            max(targets.itl_s, _LEAST_STEPS * _one_step_s(performance)),
+            context_tokens=max(demand.context_tokens, prompt_tokens),
+            attainment=targets.attainment,
+        )
+        if rate_per_s / workers > most:
+            return False
+        stream = Stream(
+            rate_per_s=rate_per_s / workers, prompt_tokens=prompt_tokens, output_tokens=answer
+        )
+        running = running_requests(performance, stream)
+    services_s: dict[float, float] = {}
+    for tokens, weight in lengths.items():
+        if tokens:  # the prompt of the others is computed elsewhere
+            service_s = tokens / performance.prefill_tokens_per_s
+            if decodes:
+                chunk = max(1.0, performance.max_step_tokens - running)
+                steps = math.ceil(tokens / chunk)
+                service_s += steps * (performance.step_s + performance.step_request_s * running)
+            services_s[service_s] = services_s.get(service_s, 0.0) + weight
+    if not services_s:
+        return True
+    queue = Queue(
+        servers=workers,
+        rate_per_s=rate_per_s * sum(services_s.values()) / total,
+        arrival_cv2=demand.gap_variation,
+        services_s=services_s,
+    )
+    return queue.miss_ratio(targets.ttft_s) <= 1 - targets.attainment
+
+
+def _one_step_s(performance: EnginePerformance) -> float:
+    return performance.step_s + performance.step_request_s
+
+
+def _mean(lengths: Mapping[int, float]) -> float:
+    total = sum(lengths.values())
+    return sum(tokens * weight for tokens, weight in lengths.items()) / total if total else 0.0
