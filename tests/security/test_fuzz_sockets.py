@@ -29,6 +29,7 @@ from tests.support.fuzz_process import (
 from tests.support.fuzz_target import KEY
 
 from commutator.contract.operations import OperationsContext
+from commutator.contract.protocol import DoorFacts
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
 from commutator.demand import DoorReport, RoleCounts
@@ -38,6 +39,7 @@ from commutator_console.console import Console
 from commutator_console.page import PAGE_PATHS
 from commutator_http.app import build_app, build_local_app
 from commutator_http.config import HttpConfig
+from commutator_openai.protocol import OpenAi, OpenAiConfig
 
 pytestmark = pytest.mark.security
 
@@ -254,11 +256,14 @@ def test_no_path_is_forgotten() -> None:
     """Each route of each application stands in the list of what is fuzzed."""
     services = make_services(FakeDispatcher())
     services.operations = [Console(OperationsContext(services=services, local_socket=None))]
+    facts = DoorFacts(needs_key=False, operations=True)
+    spoken = OpenAi().mount(OpenAiConfig(kind="openai"), services, facts)
     forgotten = {
         route.resource.canonical
         for app in (
-            build_app(HttpConfig(), services),
-            build_local_app(HttpConfig(), services, [], "door.sock"),
+            build_app(HttpConfig(), services, [spoken]),
+            build_local_app(HttpConfig(), services, [spoken], "door.sock"),
+            build_app(HttpConfig(operations="open"), services),
         )
         for route in app.router.routes()
         if route.resource is not None and not is_fuzzed(route.resource.get_info())

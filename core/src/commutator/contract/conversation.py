@@ -169,7 +169,7 @@ class Generate:
     """As the client named it; None: the only one that it may use."""
     conversation: Conversation | None = None
     """What to answer; None: continue ``prompts``."""
-    prompts: Sequence[str | Sequence[int]] = ()
+    prompts: Sequence[str | list[int]] = ()
     """Texts or token ids to continue, each by itself."""
     answers: int = 1
     """How many for the conversation, or for each prompt; at least 1."""

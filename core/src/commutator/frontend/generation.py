@@ -251,7 +251,7 @@ class _Answer:
         if delta.token_ids:
             self._times.tokens(len(delta.token_ids))
         events = self._choice.push(delta)
-        if self._choice.finished:
+        if events and type(events[-1][1]) is Finish:
             await self._dispatched.stop()  # after a stop string the engine may still be at work
         return events
 

@@ -154,12 +154,12 @@ def _missing(config: Config) -> Iterator[str]:
         try:
             secret.reveal()
         except ConfigError as error:
-            place = re.sub(
+            shown = re.sub(
                 r"frontend\.doors\[(\d+)\]",
                 lambda found: door_path(config.frontend, int(found[1])),
                 path,
             )
-            yield from (f"{place}: {problem}" for problem in error.problems)
+            yield from (f"{shown}: {problem}" for problem in error.problems)
     if config.tracing is not None and (package := missing_package()) is not None:
         yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
     if problem := _folder_problem(config.runtime.state_dir):

@@ -183,7 +183,7 @@ class HttpCall(Call):
         failed: Callable[[Failure], bytes] | None = None,
     ) -> None:
         self._failed = failed
-        headers = {hdrs.CONTENT_TYPE: content_type}
+        headers: dict[str, str] = {hdrs.CONTENT_TYPE: content_type}
         if failed is not None:
             headers |= _STREAM_HEADERS
         self.response = _Response(status=status, headers=headers)

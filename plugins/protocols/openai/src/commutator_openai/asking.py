@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from commutator.contract.conversation import Conversation, Generate, Message, Text
+from commutator.contract.conversation import Conversation, Generate, Message, Speaker, Text
 from commutator.contract.request import KvRetention
 from commutator.errors import RequestError
 from commutator.frontend import (
@@ -139,7 +139,7 @@ def _message(message: ChatMessage) -> Message:
     else:
         content = [_text(part) for part in message.content]
     return Message(
-        role=message.role,  # type: ignore[arg-type] - checked by the request's class
+        role=cast("Speaker", message.role),  # the request's class has checked it
         content=content,
         name=message.name,
         retention=_retention(message.cache_control),

@@ -25,6 +25,7 @@ __all__ = [
     "DetokenizeResponse",
     "ErrorBody",
     "ErrorDetail",
+    "FinishReason",
     "ModelCard",
     "ModelList",
     "PromptTokensDetails",
@@ -36,7 +37,7 @@ __all__ = [
     "usage_of",
 ]
 
-Finish = Literal["stop", "length", "tool_calls", "content_filter"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 @frozen(slots=False)
@@ -113,7 +114,7 @@ class ChatChoice:
     index: int = setting("Its number.")
     message: AssistantMessage = setting("The answer.")
     logprobs: ChatLogprobs | None = setting("When asked for.")
-    finish_reason: Finish = setting("Why it ended.")
+    finish_reason: FinishReason = setting("Why it ended.")
 
 
 @frozen(slots=False)
@@ -147,7 +148,7 @@ class CompletionChoice:
     index: int = setting("Its number.")
     text: str = setting("The text.")
     logprobs: CompletionLogprobs | None = setting("When asked for.")
-    finish_reason: Finish = setting("Why it ended.")
+    finish_reason: FinishReason = setting("Why it ended.")
 
 
 @frozen(slots=False)

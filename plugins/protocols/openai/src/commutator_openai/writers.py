@@ -32,6 +32,7 @@ from commutator_openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FinishReason,
     TokenLogprobs,
     TopLogprob,
     error_body,
@@ -45,7 +46,7 @@ encode = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
-_FINISH: Mapping[FinishKind, str] = {
+_FINISH: Mapping[FinishKind, FinishReason] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
@@ -85,7 +86,7 @@ class _WholeAnswer:
     calls: dict[int, _Call] = field(factory=dict)
     logprobs: dict[str, list[bytes]] = field(factory=dict)
     """The JSON of lists, without brackets, by the name of the list."""
-    finish_reason: str = "stop"
+    finish_reason: FinishReason = "stop"
     size_bytes: int = 0
     """Of the JSON, about."""
 
