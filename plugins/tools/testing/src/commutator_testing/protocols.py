@@ -1,0 +1,206 @@
+"""The conformance suite for protocols: subclass it, define a fixture, run pytest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commutator.contract.answer import (
+    AnswerEvent,
+    AnswerWriter,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Failure,
+    Finish,
+    ReasoningContent,
+    Usage,
+)
+from commutator.contract.protocol import DoorFacts, MountedProtocol, Protocol
+
+__all__ = ["RECORDED", "ProtocolContract", "Said"]
+
+USAGE = Usage(prompt_tokens=12, completion_tokens=34, cached_tokens=5)
+FAILURE = Failure(503, "the worker was lost; try again", "worker_lost")
+
+Recorded = Sequence[tuple[int, AnswerEvent]]
+Said = list[dict[str, object]]
+"""For each answer: `content`, `reasoning` (texts), `calls` [(name, JSON of the arguments)] and
+`finish`, as far as a protocol says them."""
+
+RECORDED: dict[str, Recorded] = {
+    "text": [
+        (0, Content("The capital")),
+        (0, Content(' of France is Paris. 日本 "{}" \n')),
+        (0, Finish("stop")),
+    ],
+    "cut": [(0, Content("The cap")), (0, Finish("length"))],
+    "nothing": [(0, Finish("stop"))],
+    "reasoning": [
+        (0, ReasoningContent("Let me think, ")),
+        (0, ReasoningContent("carefully.")),
+        (0, Content("Yes.")),
+        (0, Finish("stop")),
+    ],
+    "tools": [
+        (0, Content("I ask.")),
+        (0, CallStart(0, "call_a", "weather")),
+        (0, CallArguments(0, '{"city": "Pa')),
+        (0, CallArguments(0, 'ris", "days": 3}')),
+        (0, CallEnd(0)),
+        (0, CallStart(1, "call_b", "time")),
+        (0, CallArguments(1, "{}")),
+        (0, CallEnd(1)),
+        (0, Finish("tool_calls")),
+    ],
+    "two answers": [
+        (0, Content("One")),
+        (1, Content("Two")),
+        (1, Content(" and a half")),
+        (1, Finish("length")),
+        (0, Finish("stop")),
+    ],
+}
+"""Events as front doors make them, by what they show."""
+
+
+def expected(recorded: Recorded, answers: int) -> Said:
+    """What the events of a recording say."""
+    said: Said = []
+    for number in range(answers):
+        mine = [event for owner, event in recorded if owner == number]
+        calls: dict[int, list[str]] = {}
+        for event in mine:
+            if isinstance(event, CallStart):
+                calls[event.call] = [event.name, ""]
+            elif isinstance(event, CallArguments):
+                calls[event.call][1] += event.text
+        said.append({
+            "content": "".join(one.text for one in mine if isinstance(one, Content)),
+            "reasoning": "".join(one.text for one in mine if isinstance(one, ReasoningContent)),
+            "calls": [tuple(call) for call in calls.values()],
+            "finish": next(one.reason for one in mine if isinstance(one, Finish)),
+        })  # fmt: skip
+    return said
+
+
+class ProtocolContract:
+    """What every protocol must do. A fixture ``protocol`` returns the registered one."""
+
+    documented_in = "Protocol, MountedProtocol and AnswerWriter in docs/reference/contract.md"
+
+    answers = 2
+    """The most answers that one request of the protocol may have."""
+
+    @abstractmethod
+    def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
+        """Makes a writer of each kind of answer that the protocol has, for so many answers."""
+
+    @abstractmethod
+    def read_stream(self, sent: bytes) -> tuple[Said, bool]:
+        """What a client understands of a streamed answer, and whether it is complete."""
+
+    @abstractmethod
+    def read_whole(self, sent: bytes) -> Said:
+        """What a client understands of a whole answer."""
+
+    def can_say(self, writer: AnswerWriter, said: Said) -> Said:
+        """``said`` without what this kind of answer has no place for; by default all of it."""
+        del writer
+        return said
+
+    def test_its_routes_are_complete(self, mounted: MountedProtocol) -> None:
+        routes = mounted.routes()
+        assert routes
+        assert len({(route.method, route.path) for route in routes}) == len(routes)
+        for route in routes:
+            assert route.method in {"GET", "POST"}
+            assert route.path.startswith("/")
+
+    def test_errors_have_a_body(self, mounted: MountedProtocol) -> None:
+        assert FAILURE.message.encode() in mounted.failed(FAILURE)
+
+    def test_an_example_leads_to_one_of_its_routes(
+        self, protocol: Protocol, mounted: MountedProtocol
+    ) -> None:  # type: ignore[type-arg, unused-ignore]
+        example = protocol.example("http://door:1", "m")
+        assert example.api_url.startswith("http://door:1")
+        assert ("POST", example.path) in {(r.method, r.path) for r in mounted.routes()}
+
+    def test_recorded_streams_are_said_streamed_and_whole(self) -> None:
+        for name, recorded in RECORDED.items():
+            count = 1 + max(number for number, _ in recorded)
+            if count > self.answers:
+                continue
+            for make in self.writers(count):
+                said = self.can_say(make(), expected(recorded, count))
+                assert self._streamed(make(), recorded, 1) == said, name
+                assert self._streamed(make(), recorded, len(recorded)) == said, name
+                assert self._whole(make(), recorded) == said, name
+
+    def test_a_failure_in_the_middle_ends_a_stream(self) -> None:
+        for make in self.writers(1):
+            writer = make()
+            sent = writer.stream(RECORDED["text"][:1]) + writer.stream_failed(FAILURE)
+            _, complete = self.read_stream(sent)
+            assert not complete
+            assert FAILURE.message.encode() in sent
+
+    @settings(suppress_health_check=[HealthCheck.differing_executors])
+    @given(data=st.data())
+    def test_streamed_and_whole_answers_are_equal(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.answers))
+        recorded = data.draw(_recordings(count))
+        size = data.draw(st.integers(1, 5))
+        for make in self.writers(count):
+            said = self.can_say(make(), expected(recorded, count))
+            assert self._streamed(make(), recorded, size) == said
+            assert self._whole(make(), recorded) == said
+
+    def _streamed(self, writer: AnswerWriter, recorded: Recorded, size: int) -> Said:
+        batches = [recorded[at : at + size] for at in range(0, len(recorded), size)]
+        sent = b"".join(map(writer.stream, batches)) + writer.stream_end(USAGE)
+        said, complete = self.read_stream(sent)
+        assert complete
+        return self.can_say(writer, said)
+
+    def _whole(self, writer: AnswerWriter, recorded: Recorded) -> Said:
+        for one in recorded:
+            writer.keep([one])
+        assert writer.kept_bytes >= 0
+        return self.can_say(writer, self.read_whole(b"".join(writer.whole(USAGE))))
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@st.composite
+def _recordings(draw: st.DrawFn, count: int) -> Recorded:
+    """Interleaved answers of text, reasoning and calls."""
+    answers: list[list[AnswerEvent]] = []
+    for _ in range(count):
+        events: list[AnswerEvent] = []
+        events += map(ReasoningContent, draw(st.lists(_TEXT, max_size=2)))
+        events += map(Content, draw(st.lists(_TEXT, max_size=3)))
+        calls = draw(st.integers(0, 2))
+        for call in range(calls):
+            events.append(CallStart(call, f"call_{call}", draw(st.sampled_from(["f", "g_2"]))))
+            text = draw(st.sampled_from(["{}", '{"a": [1, "}"]}', '{"é": "\\n"}']))
+            cut = draw(st.integers(0, len(text)))
+            events += [CallArguments(call, part) for part in (text[:cut], text[cut:]) if part]
+            events.append(CallEnd(call))
+        reason = "tool_calls" if calls else draw(st.sampled_from(["stop", "length"]))
+        answers.append([*events, Finish(reason)])
+    order = draw(st.permutations([n for n, events in enumerate(answers) for _ in events]))
+    return [(number, answers[number].pop(0)) for number in order]
+
+
+def mounted_on_a_door(protocol: Protocol, config: object, services: object) -> MountedProtocol:  # type: ignore[type-arg, unused-ignore]
+    """``protocol`` as a door without keys mounts it."""
+    facts = DoorFacts(needs_key=False, operations=True)
+    mounted: MountedProtocol = protocol.mount(config, services, facts)
+    return mounted

@@ -1,0 +1,144 @@
+"""The protocols `openai` and Ollama's, by the conformance suite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.support.front_door import TEXT, FakeDispatcher, make_services
+
+from commutator.contract.answer import AnswerWriter
+from commutator.contract.protocol import MountedProtocol, ProtocolConfig
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.frontend import Plan
+from commutator.frontend.generation import ChoiceRules
+from commutator_ollama import Ollama, Writer, message, response
+from commutator_openai.protocol import OpenAi, OpenAiConfig
+from commutator_openai.writers import ChatWriter, CompletionWriter
+from commutator_testing.protocols import ProtocolContract, Said, mounted_on_a_door
+
+
+def plan(answers: int) -> Plan:
+    request = GenerateRequest(request_id="r", token_ids=[1], sampling=SamplingParams())
+    return Plan("m", TEXT, (request,) * answers, (None,) * answers, 1, ChoiceRules(), answers)
+
+
+class TestOpenAi(ProtocolContract):
+    @pytest.fixture
+    def protocol(self) -> OpenAi:
+        return OpenAi()
+
+    @pytest.fixture
+    def mounted(self, protocol: OpenAi) -> MountedProtocol:
+        services = make_services(FakeDispatcher())
+        return mounted_on_a_door(protocol, OpenAiConfig(kind="openai"), services)
+
+    def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
+        for writer in (ChatWriter, CompletionWriter):
+            yield partial(writer, "r", plan(answers), include_usage=True, logprobs=None)
+
+    def can_say(self, writer: AnswerWriter, said: Said) -> Said:
+        if isinstance(writer, CompletionWriter):  # text alone
+            return [{**one, "reasoning": "", "calls": []} for one in said]
+        return said
+
+    def read_stream(self, sent: bytes) -> tuple[Said, bool]:
+        events = [line.removeprefix("data: ") for line in sent.decode().split("\n\n") if line]
+        complete = events[-1] == "[DONE]"
+        said: dict[int, dict[str, Any]] = {}
+        for event in events[: len(events) - complete]:
+            for choice in json.loads(event).get("choices", ()):
+                self._add(said, choice)
+        return [_plain(one) for _, one in sorted(said.items())], complete
+
+    def _add(self, said: dict[int, dict[str, Any]], choice: dict[str, Any]) -> None:
+        mine = said.setdefault(choice["index"], _nothing())
+        delta = choice.get("delta", {"content": choice.get("text")})
+        mine["content"] += delta.get("content") or ""
+        mine["reasoning"] += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls", ()):
+            known = mine["calls"].setdefault(call["index"], ["", ""])
+            known[0] += call["function"].get("name", "")
+            known[1] += call["function"]["arguments"]
+        mine["finish"] = choice["finish_reason"] or mine["finish"]
+
+    def read_whole(self, sent: bytes) -> Said:
+        said = []
+        for choice in json.loads(sent)["choices"]:
+            delta = choice.get("message", {"content": choice.get("text")})
+            calls = [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in delta.get("tool_calls", ())
+            ]
+            said.append({
+                "content": delta["content"] or "",
+                "reasoning": delta.get("reasoning_content", ""),
+                "calls": calls,
+                "finish": choice["finish_reason"],
+            })  # fmt: skip
+        return said
+
+
+class TestOllama(ProtocolContract):
+    answers = 1
+
+    @pytest.fixture
+    def protocol(self) -> Ollama:
+        return Ollama()
+
+    @pytest.fixture
+    def mounted(self, protocol: Ollama) -> MountedProtocol:
+        return mounted_on_a_door(protocol, ProtocolConfig(kind="ollama"), None)
+
+    def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
+        for text in (message, response):
+            yield partial(Writer, text, plan(answers))
+
+    def can_say(self, writer: AnswerWriter, said: Said) -> Said:
+        """Arguments are objects, and an end with calls is called "stop"."""
+        return [
+            {
+                **one,
+                "calls": [(name, json.loads(text or "null")) for name, text in one["calls"]]  # type: ignore[attr-defined]
+                if all(isinstance(text, str) for _, text in one["calls"])  # type: ignore[attr-defined]
+                else one["calls"],
+                "finish": "length" if one["finish"] == "length" else "stop",
+            }
+            for one in said
+        ]
+
+    def read_stream(self, sent: bytes) -> tuple[Said, bool]:
+        said, complete = _nothing(), False
+        for line in map(json.loads, sent.splitlines()):
+            if "error" in line:
+                return [_plain(said)], False
+            self._add(said, line)
+            complete = line["done"]
+        return [_plain(said)], complete
+
+    def read_whole(self, sent: bytes) -> Said:
+        (line,) = map(json.loads, sent.splitlines())
+        assert line["done"]
+        said = _nothing()
+        self._add(said, line)
+        return [_plain(said)]
+
+    def _add(self, said: dict[str, Any], line: dict[str, Any]) -> None:
+        given = line.get("message", line)
+        said["content"] += given.get("content", given.get("response", ""))
+        said["reasoning"] += given.get("thinking", "")
+        for call in given.get("tool_calls", ()):
+            function = call["function"]
+            said["calls"][len(said["calls"])] = (function["name"], function["arguments"])
+        said["finish"] = line.get("done_reason", said["finish"])
+
+
+def _nothing() -> dict[str, Any]:
+    return {"content": "", "reasoning": "", "calls": {}, "finish": None}
+
+
+def _plain(said: dict[str, Any]) -> dict[str, object]:
+    return {**said, "calls": [tuple(call) for call in said["calls"].values()]}
