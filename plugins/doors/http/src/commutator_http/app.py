@@ -17,12 +17,14 @@ from commutator.frontend import (
     ABSENT,
     RATE_LIMIT_HEADERS,
     FrontendServices,
+    Gate,
     admin_routes,
     health_routes,
     operations_routes,
 )
+from commutator_http.api_keys import StaticKeys
 from commutator_http.body import BodyLimits
-from commutator_http.config import HttpConfig, gate_of
+from commutator_http.config import HttpConfig
 from commutator_http.middleware import (
     CALL,
     DOOR,
@@ -53,7 +55,7 @@ def build_app(
     """
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
-    gate = gate_of(config, services)
+    gate = _gate(config, services)
     middlewares: list[Middleware] = [exchange]
     app = web.Application(client_max_size=config.max_body_bytes)
     app.on_response_prepare.append(add_headers)
@@ -152,6 +154,12 @@ def _absent(text: str) -> Handler:
         raise web.HTTPNotFound(text=text)
 
     return handler
+
+
+def _gate(config: HttpConfig, services: FrontendServices) -> Gate:
+    """Who tells the clients of the door apart: its own keys first. Raises ConfigError."""
+    keys = [secret.reveal() for secret in config.api_keys]
+    return services.gate.after("api_keys", StaticKeys(keys)) if keys else services.gate
 
 
 def _limits(config: HttpConfig) -> BodyLimits:

@@ -18,13 +18,10 @@ from commutator import (
     setting,
 )
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices, Gate
-from commutator_http.api_keys import StaticKeys
 
 __all__ = [
     "HttpConfig",
     "TlsConfig",
-    "gate_of",
     "origin_problem",
     "tls_context",
 ]
@@ -122,9 +119,3 @@ def tls_context(config: TlsConfig) -> ssl.SSLContext:
             [f"certificate {config.cert_file} with key {config.key_file}: {error}"], "frontend.tls"
         ) from error
     return context
-
-
-def gate_of(config: HttpConfig, services: FrontendServices) -> Gate:
-    """Who tells the clients of the door apart: its own keys first. Raises ConfigError."""
-    keys = [secret.reveal() for secret in config.api_keys]
-    return services.gate.after("api_keys", StaticKeys(keys)) if keys else services.gate
