@@ -14,7 +14,7 @@ from commutator.contract.answer import AnswerWriter
 from commutator.contract.protocol import MountedProtocol
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.frontend import Plan
-from commutator.frontend.generation import ChoiceRules
+from commutator.frontend.request.generation import ChoiceRules
 from commutator_openai.protocol import OpenAi, OpenAiConfig
 from commutator_openai.writers import ChatWriter, CompletionWriter
 from commutator_testing.protocols import ProtocolContract, Said, mounted_on_a_door

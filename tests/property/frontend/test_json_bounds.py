@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.errors import RequestError
-from commutator.frontend import bodies as bounds
-from commutator.frontend.bodies import check_json
+from commutator.frontend.request import bodies as bounds
+from commutator.frontend.request.bodies import check_json
 
 TREES = st.recursive(
     st.none() | st.integers() | st.text(st.sampled_from('[]{},:"\\a')),

@@ -3,22 +3,22 @@
 from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
 from commutator.frontend.administration import ADMIN_PREFIX, admin_routes, local_user
-from commutator.frontend.bodies import (
+from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
+from commutator.frontend.limits import ByteBudget, TimeLimit
+from commutator.frontend.operations import ABSENT, operations_routes
+from commutator.frontend.request.bodies import (
     WrongSomewhereError,
     parse_object,
     read_object,
     read_structured,
 )
-from commutator.frontend.call import TIMEOUT_HEADER, Call
-from commutator.frontend.failures import log_failure, to_failure
-from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
-from commutator.frontend.limits import ByteBudget, TimeLimit
-from commutator.frontend.operations import ABSENT, operations_routes
-from commutator.frontend.planning import NOT_SERVED, Plan, conversation_prompt
-from commutator.frontend.preprocessor import Preprocessor, size_of
-from commutator.frontend.rate_limits import RATE_LIMIT_HEADERS, rate_limits
+from commutator.frontend.request.call import TIMEOUT_HEADER, Call
+from commutator.frontend.request.failures import log_failure, to_failure
+from commutator.frontend.request.planning import NOT_SERVED, Plan, conversation_prompt
+from commutator.frontend.request.preprocessor import Preprocessor, size_of
+from commutator.frontend.request.rate_limits import RATE_LIMIT_HEADERS, rate_limits
+from commutator.frontend.request.serving import answer
 from commutator.frontend.services import FrontendServices
-from commutator.frontend.serving import answer
 from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.routing.forward import Forward
 from commutator.tracing import traced

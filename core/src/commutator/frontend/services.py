@@ -22,7 +22,7 @@ from commutator.contract.worker import KvStatistics
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter, LogprobBudget, TimeLimits
-from commutator.frontend.preprocessor import Preprocessor
+from commutator.frontend.request.preprocessor import Preprocessor
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
 from commutator.metrics.readings import Readings

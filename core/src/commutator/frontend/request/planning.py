@@ -12,8 +12,8 @@ from commutator.contract.conversation import Conversation, Generate, Message, Pa
 from commutator.contract.principal import Principal
 from commutator.contract.request import Caller, GenerateRequest, KvRetention, SamplingParams
 from commutator.errors import RequestError
-from commutator.frontend.generation import ChoiceRules, Plan
-from commutator.frontend.preprocessor import Preprocessor, size_of
+from commutator.frontend.request.generation import ChoiceRules, Plan
+from commutator.frontend.request.preprocessor import Preprocessor, size_of
 from commutator.tokenizer.prompt_cache import PromptTokens
 from commutator.tokenizer.text_model import TextModel
 

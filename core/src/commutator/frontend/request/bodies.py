@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from commutator.errors import RequestError
-from commutator.frontend.call import INLINE_BYTES, Call
+from commutator.frontend.request.call import INLINE_BYTES, Call
 
 __all__ = [
     "MAX_CONTAINERS",

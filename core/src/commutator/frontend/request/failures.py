@@ -21,7 +21,7 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
-from commutator.frontend.rate_limits import rate_limits
+from commutator.frontend.request.rate_limits import rate_limits
 
 __all__ = ["log_failure", "to_failure"]
 

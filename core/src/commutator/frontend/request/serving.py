@@ -8,10 +8,10 @@ from functools import partial
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
 from commutator.contract.conversation import Generate
-from commutator.frontend.call import Call
-from commutator.frontend.generation import Generation
 from commutator.frontend.limits import TimeLimit
-from commutator.frontend.planning import Plan, Target, make_plan
+from commutator.frontend.request.call import Call
+from commutator.frontend.request.generation import Generation
+from commutator.frontend.request.planning import Plan, Target, make_plan
 from commutator.frontend.work import WorkPool
 
 __all__ = ["answer"]
