@@ -47,10 +47,8 @@ def of_requests(root: Path, folder: Path, **options: Any) -> tuple[dict[str, Any
         "kind": "hpa",
         "requests_per_worker": 4,
         "interval_s": 0.5,
-        "hold_s": 1,
+        "stabilization_s": 1,
         "start_up_s": 20,  # until one was measured; a loaded machine takes long
-        "max_flips_per_hour": 10_000,
-        "learn": False,  # it needs no speed, and would not shrink where a machine is busy
         **options,
     }
     return planner, {"PYTHONPATH": f"{folder}:{source}"}
@@ -190,7 +188,7 @@ async def command(cluster: LocalCluster, *arguments: str) -> str:
 async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lost(
     root: Path, tmp_path: Path
 ) -> None:
-    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 3]}, idle_penalty_s=0.5)
+    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 3]})
     with LocalCluster({**DEPLOYMENT, "planner": planner}, env=env) as cluster:
         async with traffic(cluster, 200) as clients:
             clients.follow(10)
@@ -205,7 +203,7 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lo
             assert clients.wrong == []
             said = await command(cluster, "history")
             # The planner may see a part of the clients first, or drain its idle worker before.
-            assert re.search(r"\+[123] both: need 3 \(\d+ requests in flight\)", said)
+            assert re.search(r"\+[123] both: \d+ requests in flight", said)
             assert "drains" in said
             assert "requests in flight" in await command(cluster, "explain")
         page = "\n".join(await metrics(cluster))
@@ -351,7 +349,7 @@ async def test_when_the_acting_supervisor_is_killed_another_takes_over_and_nothi
 async def test_from_zero_the_first_token_comes_within_start_up_and_two_seconds(
     root: Path, tmp_path: Path
 ) -> None:
-    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 2]}, idle_penalty_s=0.5)
+    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 2]})
     with LocalCluster({**DEPLOYMENT, "planner": planner}, env=env) as cluster:
         for _ in range(5):
             await until_empty(cluster)
@@ -376,8 +374,7 @@ async def test_real_engines_grow_to_three_and_shrink_again_under_load(
         bounds={"both": [1, 3]},
         interval_s=2,
         start_up_s=60,  # a machine with other work starts an engine slowly
-        hold_s=5,
-        performance={"prefill_tokens_per_s": 500, "step_s": 0.1},
+        stabilization_s=5,
     )
     engine = {"kind": "reference", "name": "r", "threads": 1, "kv_cache_bytes": 60_000_000}
     config = {**DEPLOYMENT, "engines": [engine], "frontend": {}, "planner": planner}

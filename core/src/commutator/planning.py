@@ -154,7 +154,7 @@ class FleetPlanner(Generic[StateT]):
         warnings = list(sizing.warnings)
         notes: dict[Role, list[str]] = {role: [one.reason] for role, one in sizing.roles.items()}
         wanted = {role: max(0, one.workers) for role, one in sizing.roles.items()}
-        desired = within(self.config, wanted, notes)
+        desired = within(self.config, wanted, notes, _in_use(seen))
         given_up: Mapping[Role, int] = {}
         actions: list[PlanAction] = []
         if seen.workers is not None:
@@ -195,6 +195,12 @@ class FleetPlanner(Generic[StateT]):
             },
             warnings=[f"the policy failed, the last plan stays: {problem}"],
         )
+
+
+def _in_use(seen: Observation) -> Collection[Role]:
+    """The roles that have requests now, also such as wait for a first worker."""
+    busy = {one.role for one in seen.workers or () if one.active_requests}
+    return busy | {role for role, tokens in seen.waiting_tokens.items() if tokens}
 
 
 def _role_plan(

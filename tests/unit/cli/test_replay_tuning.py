@@ -89,7 +89,9 @@ def replay(trace: Path, file: Path, *arguments: str) -> Result:
 def tuned(trace: Path, file: Path, **options: Any) -> PlanReport:
     loaded = load_config([file])
     assert loaded.config.planner is not None
-    planner = evolve(loaded.config.planner, tuning=evolve(loaded.config.planner.tuning, **options))
+    tuning = loaded.config.planner.tuning
+    assert tuning is not None
+    planner = evolve(loaded.config.planner, tuning=evolve(tuning, **options))
     loaded = evolve(loaded, config=evolve(loaded.config, planner=planner))
     planned = PlannedReplays(Replays(loaded, str(file), str(trace), Targets(1.0, 0.03)))
     return planned.run("ours", load_trace(trace))

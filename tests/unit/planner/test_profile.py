@@ -19,6 +19,7 @@ from commutator_replay.virtual import PrefillDone, RequestDone, VirtualRequest
 from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 from commutator_slo.cli.profile import _text
+from commutator_slo.config import SloConfig
 from commutator_slo.performance import Sample, fit
 from commutator_slo.profile import Answered, Profile, profile
 
@@ -116,7 +117,7 @@ def test_the_file_goes_with_that_of_a_deployment(tmp_path: Path) -> None:
         )
     )
     planner = load_config([file, saved]).config.planner
-    assert planner is not None
+    assert isinstance(planner, SloConfig)
     assert planner.performance is not None
     assert planner.performance.prefill_tokens_per_s == pytest.approx(8000, rel=0.03)
     assert planner.performance.step_s == pytest.approx(0.006, rel=0.03)

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
     from commutator_testing.limiters import LimiterContract
     from commutator_testing.observers import ObserverContract
     from commutator_testing.operations import OperationsContract
-    from commutator_testing.planners import (
-        ConstraintContract,
-        ForecasterContract,
-        PlannerContract,
-    )
+    from commutator_testing.planners import PlannerContract
     from commutator_testing.registries import RegistryContract
     from commutator_testing.routers import RouterContract, check_decision, make_candidate
     from commutator_testing.tier_user import TierUser
@@ -50,7 +46,6 @@ __all__ = [
     "AuthenticatorContract",
     "BusFaults",
     "CommandContract",
-    "ConstraintContract",
     "DisaggContract",
     "EngineContract",
     "EventBusContract",
@@ -61,7 +56,6 @@ __all__ = [
     "FaultyClient",
     "FaultyIo",
     "FaultyTier",
-    "ForecasterContract",
     "IoFaults",
     "LauncherContract",
     "LimiterContract",
@@ -106,11 +100,7 @@ _HOMES = {
     "commutator_testing.limiters": ("LimiterContract",),
     "commutator_testing.observers": ("ObserverContract",),
     "commutator_testing.operations": ("OperationsContract",),
-    "commutator_testing.planners": (
-        "ConstraintContract",
-        "ForecasterContract",
-        "PlannerContract",
-    ),
+    "commutator_testing.planners": ("PlannerContract",),
     "commutator_testing.protocols": ("ProtocolContract",),
     "commutator_testing.registries": ("RegistryContract",),
     "commutator_testing.routers": ("RouterContract", "check_decision", "make_candidate"),
