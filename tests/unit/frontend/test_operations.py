@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -48,6 +49,10 @@ class Notes(Operations):
         yield OperationsRoute(method="GET", path=self._page, needs="nothing", handle=said)
 
 
+def _given(one: Notes, _config: object, _context: object) -> Notes:
+    return one
+
+
 def host_with(*offered: Notes) -> PluginHost:
     host = without_console()
     for number, one in enumerate(offered):
@@ -56,7 +61,7 @@ def host_with(*offered: Notes) -> PluginHost:
             load_plugins(found=[]).installed[0].origin,
             kind,
             OperationsConfig,
-            lambda _config, _context, one=one: one,
+            partial(_given, one),
             "alpha",
         )
     return host

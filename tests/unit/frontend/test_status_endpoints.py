@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from typing import Any
 
 import jsonschema
 import pytest
@@ -252,7 +253,7 @@ async def test_openapi_describes_what_is_answered() -> None:
     async with front_door(FakeDispatcher()) as door:
         _, document = await door.get("/openapi.json")
         assert document["openapi"] == "3.1.0"
-        admin = [
+        admin: list[Any] = [
             *admin_routes(door.services, lambda _: "root"),
             *live_routes(LiveFeed(door.services)),
         ]

@@ -40,7 +40,7 @@ def test_blocks_under_transfers_that_hang_come_back_when_those_end(
     hang = threading.Event()
 
     def stuck(self: Transfer) -> bool:
-        return not (hang.is_set() and self.request.backend == "POSIX") and done(self)
+        return not (hang.is_set() and self.request.path.backend == "POSIX") and done(self)
 
     monkeypatch.setattr(Transfer, "done", stuck)
     short: dict[str, Any] = {"load_timeout_s": 0.1, "store_timeout_s": 0.1, "max_failures": 100}

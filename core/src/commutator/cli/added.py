@@ -81,7 +81,8 @@ def _with_commands_of(point: EntryPoint, found: dict[str, Command]) -> dict[str,
     together = dict(found)
     try:
         hook = getattr(point.load(), "command_register", None)
-        if marked := hasattr(hook, "commutator_impl"):
+        marked = hook is not None and hasattr(hook, "commutator_impl")
+        if hook is not None and marked:
             hook(register=CommandRegister(together, who))
     except PluginError:
         raise

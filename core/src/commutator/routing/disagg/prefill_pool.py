@@ -72,7 +72,8 @@ class WorkerCompatibility:
         if worker.engine not in self._styles:
             config = self._engines[worker.engine]
             kind = self._host.engines.kinds.get(config.kind)
-            self._styles[worker.engine] = kind and kind.thing.handover_style(config)
+            style = None if kind is None else kind.thing.handover_style(config)
+            self._styles[worker.engine] = style
         return self._styles[worker.engine]
 
     def problem(self, prefill: WorkerRecord, decode: WorkerRecord) -> str | None:

@@ -133,9 +133,10 @@ def _add_operations(
             parts.files.add(route.path)
         handler = _checked(check, route.handle)
         # A client that asks for the headers alone would wait for the end of a stream.
-        options = {"allow_head": is_file} if route.method == "GET" else {}
-        make = web.get if route.method == "GET" else web.post
-        app.add_routes([make(route.path, handler, **options)])
+        if route.method == "GET":
+            app.add_routes([web.get(route.path, handler, allow_head=is_file)])
+        else:
+            app.add_routes([web.post(route.path, handler)])
     for path in ABSENT.keys() - {route.path for route in found}:
         app.add_routes([web.get(path, _absent(ABSENT[path]))])
         parts.files.add(path)

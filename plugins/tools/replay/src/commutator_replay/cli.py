@@ -209,7 +209,7 @@ class Asked:
 )
 @trace_options
 @click.pass_context
-def replay(ctx: click.Context, **options: Any) -> None:
+def replay(ctx: click.Context, /, **options: Any) -> None:
     """Replay TRACE over FILE's workers, in virtual time, and show what clients would see."""
     _check_combined(ctx)
     asked = Asked(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from commutator.contract.answer import (
     Content,
     Failure,
     Finish,
+    FinishKind,
     ReasoningContent,
     Usage,
 )
@@ -125,8 +127,8 @@ class ProtocolContract:
         assert FAILURE.message.encode() in mounted.failed(FAILURE)
 
     def test_an_example_leads_to_one_of_its_routes(
-        self, protocol: Protocol, mounted: MountedProtocol
-    ) -> None:  # type: ignore[type-arg, unused-ignore]
+        self, protocol: Protocol[Any, Any], mounted: MountedProtocol
+    ) -> None:
         example = protocol.example("http://door:1", "m")
         assert example.api_url.startswith("http://door:1")
         assert ("POST", example.path) in {(r.method, r.path) for r in mounted.routes()}
@@ -193,13 +195,16 @@ def _recordings(draw: st.DrawFn, count: int) -> Recorded:
             cut = draw(st.integers(0, len(text)))
             events += [CallArguments(call, part) for part in (text[:cut], text[cut:]) if part]
             events.append(CallEnd(call))
-        reason = "tool_calls" if calls else draw(st.sampled_from(["stop", "length"]))
+        ends: list[FinishKind] = ["tool_calls"] if calls else ["stop", "length"]
+        reason = draw(st.sampled_from(ends))
         answers.append([*events, Finish(reason)])
     order = draw(st.permutations([n for n, events in enumerate(answers) for _ in events]))
     return [(number, answers[number].pop(0)) for number in order]
 
 
-def mounted_on_a_door(protocol: Protocol, config: object, services: object) -> MountedProtocol:  # type: ignore[type-arg, unused-ignore]
+def mounted_on_a_door(
+    protocol: Protocol[Any, Any], config: object, services: object
+) -> MountedProtocol:
     """``protocol`` as a door without keys mounts it."""
     facts = DoorFacts(needs_key=False, operations=True)
     mounted: MountedProtocol = protocol.mount(config, services, facts)
