@@ -22,7 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
-KINDS = ("engine", "router", "tier", "eviction", "observer", "planner", "operations")
+KINDS = (
+    *("engine", "router", "tier", "eviction", "observer", "planner"),
+    *("protocol", "limiter", "operations"),
+)
 """Of plugins that a deployment uses; `command` is the one besides."""
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 1800.0

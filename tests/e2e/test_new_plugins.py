@@ -82,6 +82,7 @@ def test_all_of_them_serve_together(home: Path) -> None:
                 "observers": parts["observer"]["observers"],
                 "limiter": parts["limiter"]["limiter"],
                 "operations": parts["operations"]["operations"],
+                "frontend": parts["protocol"]["frontend"],
                 "tiers": [
                     {**tier, "capacity": "64MiB"},
                     {**evicting, "capacity": "64MiB"},
@@ -103,5 +104,13 @@ def test_all_of_them_serve_together(home: Path) -> None:
         }
         with urllib.request.urlopen(f"{cluster.url}/admin/my-operations") as told:
             assert json.load(told)["greeting"] == "Good morning!"
+        question = {"question": "What is the capital of France?", "model": model[0]["name"]}
+        asked = urllib.request.Request(
+            f"{cluster.url}/my-protocol/ask",
+            json.dumps(question).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked) as told:
+            assert "Paris" in json.load(told)["answer"]
     assert answers[echo[0]["name"]].strip() == "The capital of France is"
     assert "Paris" in answers[model[0]["name"]]

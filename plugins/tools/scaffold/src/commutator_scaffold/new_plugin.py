@@ -89,6 +89,12 @@ KINDS: Mapping[str, PluginKind] = {
         page="docs/how-to/authenticate.md",
         change="what counts: begin with begin()",
     ),
+    "protocol": PluginKind(
+        title="a protocol",
+        summary="A protocol for Commutator: a question in, an answer out",
+        page="docs/how-to/write-a-protocol.md",
+        change="what is read and written: begin with ask() and the writer",
+    ),
     "planner": PluginKind(
         title="a planner",
         summary="A planner for Commutator: a worker for each few requests",
