@@ -39,8 +39,8 @@ BESIDE = {
     "commutator_slo": {"cli.added", "cli.front_door"},
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }
-# Released with core, of core's own version, and so free to import its internals: the front door
-# builds on core's frontend room, replays run core's routing, and suites test against core's parts.
+# Released with core, of core's own version, and so free to import its internals:
+# replays run core's routing, the console shows its parts, and suites test against them.
 KIT = "commutator_engine_kit"
 KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
@@ -48,7 +48,6 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 BUILDS_ON = {"commutator_replay": {"commutator_slo", "commutator_tuning"}}
 OF_CORE = {
     KIT,
-    "commutator_openai",
     "commutator_replay",
     "commutator_console",
     "commutator_scaffold",
