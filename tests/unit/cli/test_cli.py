@@ -148,8 +148,9 @@ def test_show_gives_values_origins_and_no_secret(good: str) -> None:
     assert "sk-very-secret" not in done.output
     shown = yaml.safe_load(done.output)
     assert shown["engines"][0]["replicas"] == 3
-    assert shown["frontend"]["port"] == 9000
-    assert shown["frontend"]["api_keys"] == [{"env": "COMMUTATOR_TEST_KEY"}]
+    door = shown["frontend"]["doors"][0]
+    assert door["port"] == 9000
+    assert door["api_keys"] == [{"env": "COMMUTATOR_TEST_KEY"}]
     comments = [line.rpartition("  # ")[2] for line in done.output.splitlines() if "port:" in line]
     assert comments == ["env COMMUTATOR__FRONTEND__PORT"]
 

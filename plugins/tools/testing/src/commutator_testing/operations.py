@@ -25,7 +25,7 @@ _DOORS = [
 class OperationsContract:
     """What all operations must do. ``make_operations`` makes those of one front-door process."""
 
-    documented_in = "Operations in docs/reference/contract.md, operations_register in hooks.md"
+    documented_in = "Operations in docs/reference/contract.md and docs/reference/hooks.md"
 
     def make_operations(self) -> Operations:
         """New ones, over services that have what their routes use."""

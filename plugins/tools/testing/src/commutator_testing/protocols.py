@@ -93,7 +93,7 @@ def expected(recorded: Recorded, answers: int) -> Said:
 class ProtocolContract:
     """What every protocol must do. A fixture ``protocol`` returns the registered one."""
 
-    documented_in = "Protocol, MountedProtocol and AnswerWriter in docs/reference/contract.md"
+    documented_in = "AnswerWriter in docs/reference/contract.md and docs/how-to/write-a-protocol.md"
 
     answers = 2
     """The most answers that one request of the protocol may have."""
