@@ -26,8 +26,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PACKAGES := core $(wildcard plugins/*/*)
 PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
-# For plugin authors and for planning: nothing that serves needs them.
-TOOLS := $(filter plugins/tools/%,$(PROJECTS))
+# For plugin authors and for planning: nothing that serves needs them. The scaffold brings `init` and `demo`.
+TOOLS := $(filter-out plugins/tools/scaffold/%,$(filter plugins/tools/%,$(PROJECTS)))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
 TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 # For deployments on several hosts: a laptop needs neither gRPC, NATS nor Ray.
