@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,6 +197,29 @@ def test_plugins_import_only_what_is_public(package: Path) -> None:
                 exported = rest in commutator.__all__
                 public = rest in PUBLIC or rest in BESIDE.get(package.name, ())
                 assert exported or public, f"{file.relative_to(ROOT)} imports {name}, not public"
+
+
+def test_a_plugin_declares_the_distributions_that_it_builds_on() -> None:
+    """Otherwise pip would not install them, and only this checkout had them."""
+    owners = {
+        package.name: tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["project"]
+        for package in PLUGINS + SHOWN
+    }
+    for package in PLUGINS + SHOWN:
+        project = owners[package.name]
+        extras = project.get("optional-dependencies", {}).values()
+        declared = {
+            re.split(r"[\[<>=~; ]", line)[0]
+            for line in [*project.get("dependencies", ()), *(one for few in extras for one in few)]
+        }
+        used = {
+            name.split(".")[0]
+            for file in package.rglob("*.py")
+            for name, _ in imports_of(file)
+            if name.startswith("commutator_")
+        } - {package.name}
+        missing = {owners[one]["name"] for one in used if one in owners} - declared
+        assert not missing, f"{project['name']} does not declare {missing}"
 
 
 def test_plugins_can_be_listed_without_their_heavy_libraries() -> None:

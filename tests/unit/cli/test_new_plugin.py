@@ -94,7 +94,8 @@ def test_a_package_requires_what_its_deployment_needs() -> None:
     projects = {kind: tomllib.loads(page)["project"] for kind, page in pages.items()}
     tier, eviction = projects["tier"], projects["eviction"]
     assert tier["dependencies"] == [
-        "attrs>=24.2", "commutator[nixl]>=0.1,<0.2", "commutator-eviction>=0.1,<0.2"
+        "attrs>=24.2", "commutator>=0.1,<0.2", "commutator-engine-kit[nixl]>=0.1,<0.2",
+        "commutator-eviction>=0.1,<0.2"
     ]  # fmt: skip
     assert "commutator-dram>=0.1,<0.2" in eviction["optional-dependencies"]["test"]
     for project in projects.values():

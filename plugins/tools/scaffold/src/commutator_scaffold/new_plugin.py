@@ -34,8 +34,6 @@ class PluginKind:
     """The page of the documentation that says how to go on."""
     change: str
     """What to change first."""
-    extras: str = ""
-    """Extras of ``commutator`` that it needs, separated by commas."""
     needs: tuple[str, ...] = ()
     """Distributions of ours that it does not work without."""
     tested_with: tuple[str, ...] = ()
@@ -54,6 +52,7 @@ KINDS: Mapping[str, PluginKind] = {
         summary="An engine for Commutator that echoes its prompt",
         page="docs/how-to/write-an-engine.md",
         change="the connector; the engine itself is in __main__.py",
+        needs=("commutator-engine-kit",),
         modules=("__main__",),
     ),
     "router": PluginKind(
@@ -67,8 +66,8 @@ KINDS: Mapping[str, PluginKind] = {
         summary="A storage tier for Commutator that stores KV blocks in memory",
         page="docs/how-to/write-a-tier.md",
         change="the tier: begin with open_slots() and place()",
-        extras="nixl",
-        needs=("commutator-eviction",),  # a tier's default policy comes from it
+        # NIXL moves its blocks; a tier's default policy comes from the second.
+        needs=("commutator-engine-kit[nixl]", "commutator-eviction"),
     ),
     "eviction": PluginKind(
         title="an eviction policy",
@@ -172,10 +171,10 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
         "page": about.page,
         "source": small_model() or "package:commutator_smollm2",
         "requirements": _quoted(
-            "attrs>=24.2", _requirement("commutator", about.extras), *map(_requirement, about.needs)
+            "attrs>=24.2", _requirement("commutator"), *map(_requirement, about.needs)
         ),
         "test_requirements": _quoted(
-            _requirement("commutator", "testing"),
+            _requirement("commutator[testing]"),
             *map(_requirement, about.tested_with),
             "pytest>=8",
         ),
@@ -211,11 +210,10 @@ def _usage(about: PluginKind, name: str) -> tuple[str, ...]:
     return ("commutator config check cluster.yaml", "commutator serve cluster.yaml")
 
 
-def _requirement(distribution: str, extras: str = "") -> str:
+def _requirement(distribution: str) -> str:
     """A requirement of one of ours for this contract version, which the next one breaks."""
     major, minor = CONTRACT_VERSION
-    bracketed = f"[{extras}]" if extras else ""
-    return f"{distribution}{bracketed}>={major}.{minor},<{major}.{minor + 1}"
+    return f"{distribution}>={major}.{minor},<{major}.{minor + 1}"
 
 
 def _quoted(*requirements: str) -> str:

@@ -118,8 +118,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("commutator"):
             raise
-        extras = "nixl,testing" if error.name == "nixl" else "testing"
+        brings = "commutator-engine-kit[nixl]" if error.name == "nixl" else "commutator[testing]"
         raise ModuleNotFoundError(
-            f"{name} needs {error.name}: pip install 'commutator[{extras}]', which brings it",
+            f"{name} needs {error.name}: pip install '{brings}', which brings it",
             name=error.name,
         ) from error
