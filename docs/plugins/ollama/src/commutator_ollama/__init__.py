@@ -19,12 +19,11 @@ from commutator.errors import RequestError
 if TYPE_CHECKING:
     from commutator.frontend import Call, Plan
 
-OPTIONS = {
+OPTIONS = {  # Ollama's names, and ours
     "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
     "min_p": "min_p", "seed": "seed", "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
-"""Ollama's names of options, and ours."""
 DETAILS = {"format": "commutator", "family": "commutator"}
 encode = msgspec.json.encode
 
@@ -99,16 +98,6 @@ class Writer(events.AnswerWriter):
         return encode(line) + b"\n"
 
 
-async def chat(call: Call) -> None:
-    """POST /api/chat."""
-    await _answer(call, _chat, message)
-
-
-async def generate(call: Call) -> None:
-    """POST /api/generate: with the model's template, unless it is raw."""
-    await _answer(call, _generate, response)
-
-
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = [Tool(**one["function"]) for one in body.get("tools") or ()]
     messages = [_message(one) for one in body["messages"]]
@@ -116,6 +105,7 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
+    """With the model's template, unless it is raw."""
     if body.get("raw"):
         return {"prompts": [str(body["prompt"])]}
     said = [Message(role="system", content=str(body["system"]))] if body.get("system") else []
@@ -183,9 +173,14 @@ async def show(call: Call) -> None:
 
 class Mounted(MountedProtocol):
     def routes(self) -> Sequence[Route]:
-        posts = {"/api/chat": chat, "/api/generate": generate, "/api/show": show}
-        routes = [Route(method="POST", path=path, handle=one) for path, one in posts.items()]
-        return [*routes, Route(method="GET", path="/api/tags", handle=tags)]
+        on_chat = partial(_answer, read=_chat, say=message)
+        on_generate = partial(_answer, read=_generate, say=response)
+        return [
+            Route(method="POST", path="/api/chat", handle=on_chat),
+            Route(method="POST", path="/api/generate", handle=on_generate),
+            Route(method="POST", path="/api/show", handle=show),
+            Route(method="GET", path="/api/tags", handle=tags),
+        ]
 
     def failed(self, failure: events.Failure) -> bytes:
         return encode({"error": failure.message})
