@@ -67,11 +67,6 @@ class DoorFacts:
 class MountedProtocol(ABC):
     """A protocol on one door of one front-door process."""
 
-    session_headers: Sequence[str] = ()
-    """Headers, in lower case, whose value names a conversation; the first that is sent counts."""
-    api_paths: Sequence[str] = ()
-    """Paths that no key is needed for, though the door asks for keys; usually none."""
-
     @abstractmethod
     def routes(self) -> Sequence[Route]:
         """What it answers."""

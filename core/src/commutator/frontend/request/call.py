@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from multidict import istr
+
 from commutator.contract.answer import Failure
 from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
@@ -30,7 +32,7 @@ TIMEOUT_HEADER = "X-Request-Timeout-S"
 _REFUSED = frozenset({403, 429})
 _MAX_PATH = 256
 _MAX_HEADER = 256
-_EXPLAIN_HEADER = "X-Commutator-Explain"
+_EXPLAIN_HEADER = istr("X-Commutator-Explain")  # not folded anew for each request
 # Proxies and clients refuse longer headers.
 _MAX_HEADER_CHARACTERS = 6_000
 _MAX_REASON_CHARACTERS = 200

@@ -462,7 +462,8 @@ def _account(request: web.Request, call: HttpCall, code: int) -> None:
         "requests without a valid key", request.remote or ""
     ):
         is_quiet = True
-    call.account(code, is_quiet=is_quiet, local_user=local_user(request))
+    user = None if call.peer is not None else local_user(request)
+    call.account(code, is_quiet=is_quiet, local_user=user)
 
 
 _ID_BITS = 128

@@ -31,8 +31,7 @@ from commutator_http.connections import (
     Listener,
     most_connections,
 )
-from commutator_http.middleware import failure_response, is_generating
-from commutator_http.strangers import Strangers
+from commutator_http.middleware import DOOR, failure_response, is_generating
 
 __all__ = [
     "Runner",
@@ -88,7 +87,8 @@ async def open_server(
     most = most_connections(config.max_connections)
     if most < config.max_connections:
         log.warning("at most %d connections, as the limit of open files leaves no more", most)
-    strangers = Strangers()
+    app = build_app(config, services, protocols, local_socket)
+    strangers = app[DOOR].strangers
 
     def dropped(reason: str, address: str) -> None:
         services.metrics.connection_dropped(reason)
@@ -97,7 +97,6 @@ async def open_server(
 
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
-    app = build_app(config, services, protocols, local_socket)
     failed = protocols[0].failed if protocols else None
     runner = Runner(app, table, deadlines, failed)
     runners = [runner]

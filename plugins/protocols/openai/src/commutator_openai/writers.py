@@ -129,7 +129,8 @@ class _Writer(AnswerWriter):
         self.logprobs = logprobs
         self.no_logprobs = self.empty_logprobs()
         self._begun: set[int] = set()
-        self._answers = [_WholeAnswer() for _ in plan.requests]
+        self._count = len(plan.requests)
+        self._answers: list[_WholeAnswer] = []
         common = encode(
             {"id": self.id, "object": self.chunk_name, "created": self.created, "model": self.model}
         )
@@ -159,6 +160,8 @@ class _Writer(AnswerWriter):
         return stream_failed(failure)
 
     def keep(self, batch: Batch) -> None:
+        if not self._answers:  # a stream needs none
+            self._answers = [_WholeAnswer() for _ in range(self._count)]
         for number, one in batch:
             answer = self._answers[number]
             if type(one) is Content:
