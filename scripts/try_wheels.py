@@ -2,7 +2,9 @@
 
 Installs `commutator[quickstart]` from ``dist/`` (`make dist`), runs `commutator init --yes` and
 `serve`, and asks for an answer; then makes a plugin of every kind by `commutator new-plugin`, and
-installs, tests and serves it. Prints the seconds of each step. What is not ours, pip gets as usual.
+installs, tests and serves it; at last uninstalls each of our distributions in turn: the rest
+serves, and what is missing is named. Prints the seconds of each step. What is not ours, pip gets as
+usual.
 """
 
 from __future__ import annotations
@@ -27,6 +29,41 @@ KINDS = (
     *("protocol", "limiter", "operations"),
 )
 """Of plugins that a deployment uses; `command` is the one besides."""
+USES: dict[str, str | tuple[str, ...]] = {
+    "balance": "router: {kind: least_loaded}",
+    "console": ("top",),
+    "disagg": "disaggregation: {kind: always}",
+    "dram": "tiers: [{kind: dram, capacity: 64MB}]",
+    "engine-kit": "",
+    "etcd": "registry: {kind: etcd}",
+    "eviction": "tiers: [{kind: dram, capacity: 64MB, eviction: {kind: lru}}]",
+    "hbm": "tiers: [{kind: hbm}]",
+    "http": "",
+    "jwt": "auth: [{kind: jwt}]",
+    "kv-router": "",
+    "limits": "limiter: {kind: ledger}",
+    "nats": "event_bus: {kind: nats}",
+    "nvme": "tiers: [{kind: nvme, capacity: 64MB, path: kv}]",
+    "openai": "",
+    "peer": "tiers: [{kind: peer}]",
+    "pipeline": "router: {kind: pipeline}",
+    "ray": "engines: [{kind: reference, launcher: {kind: ray}}]",
+    "records": "observers: [{kind: audit, path: audit.jsonl}]",
+    "reference": "",
+    "replay": ("replay", "--help"),
+    "round-robin": "router: {kind: round_robin}",
+    "s3": "tiers: [{kind: s3}]",
+    "scaffold": ("init", "--yes", "--force"),
+    "session-affinity": "router: {kind: session_affinity}",
+    "sglang": "engines: [{kind: sglang}]",
+    "sim": "engines: [{kind: sim}]",
+    "slo": "planner: {kind: slo}",
+    "trtllm": "engines: [{kind: trtllm}]",
+    "tuning": "planner: {kind: slo, tuning: {kind: trials}}",
+    "vllm": "engines: [{kind: vllm}]",
+}
+"""What uses each distribution: a section added to the quickstart's file, or a command; nothing
+where the quickstart's own file needs it."""
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 1800.0
 
@@ -55,8 +92,11 @@ class Trial:
         self.seconds[name] = time.monotonic() - began_s
         print(f"{self.seconds[name]:7.1f} s  {name}", flush=True)
 
-    def run(self, *command: str, folder: Path | None = None) -> str:
-        """What a command of the environment prints. Raises CalledProcessError after printing it."""
+    def run(self, *command: str, folder: Path | None = None, fails: bool = False) -> str:
+        """What a command of the environment prints.
+
+        Raises CalledProcessError, after printing it, if it fails; with ``fails`` it has to.
+        """
         done = subprocess.run(
             [self._bin / command[0], *command[1:]],
             cwd=folder or self._home,
@@ -67,9 +107,9 @@ class Trial:
             check=False,
             timeout=_STEP_TIMEOUT_S,
         )
-        if done.returncode:
+        if bool(done.returncode) is not fails:
             print(done.stdout)
-        done.check_returncode()
+            raise subprocess.CalledProcessError(done.returncode, command)
         return done.stdout
 
     def serve_and_ask(self, *config: str, folder: Path | None = None) -> str:
@@ -167,26 +207,50 @@ def plugin(trial: Trial, kind: str) -> str:
         return trial.serve_and_ask("cluster.yaml", folder=folder)
 
 
+def absences(trial: Trial, distributions: Sequence[str]) -> list[str]:
+    """Uninstall each in turn; what went wrong: the rest did not serve, or nothing named it."""
+    home = trial._home  # noqa: SLF001
+    with trial.step("pip install all of ours"):
+        trial.run("pip", "install", "-q", *(f"commutator-{one}" for one in distributions))
+    wrong: list[str] = []
+    for name in distributions:
+        use, package = USES[name], f"commutator-{name}"
+        with trial.step(f"without {package}"):
+            trial.run("pip", "uninstall", "-q", "-y", package)
+            if use and "Paris" not in (text := trial.serve_and_ask("commutator.yaml")):
+                wrong.append(f"without {package}: {text!r}")
+            (home / "use.yaml").write_text(use if isinstance(use, str) else "")
+            command = ("config", "check", "commutator.yaml", "use.yaml")
+            said = trial.run(
+                "commutator", *(use if isinstance(use, tuple) else command), fails=True
+            )
+            if f"pip install {package}" not in said:
+                wrong.append(f"without {package} nothing says so: {said}")
+            trial.run("pip", "install", "-q", "--no-deps", package)
+    return wrong
+
+
 def main(arguments: Sequence[str]) -> int:
     wheels = ROOT / "dist"
     if not any(wheels.glob("commutator-*.whl")):
         print("there are no wheels: run `make dist`", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="commutator-trial-") as folder:
-        trial = Trial(Path(folder), wheels)
+        trial, wrong = Trial(Path(folder), wheels), list[str]()
         answers = {"quickstart": quickstart(trial)}
         for kind in arguments or KINDS:
             answers[kind] = plugin(trial, kind)
         if not arguments:
             command(trial)
+            wrong += absences(trial, list(USES))
     for what, text in answers.items():
         print(f"{what}: {PROMPT!r} -> {text!r}")
     print(f"{sum(trial.seconds.values()) / 60:.1f} minutes in all")
-    wrong = [what for what, text in answers.items() if "Paris" not in text and what != "engine"]
+    wrong += [what for what, text in answers.items() if "Paris" not in text and what != "engine"]
     if PROMPT.rsplit(maxsplit=1)[-1] not in answers.get("engine", PROMPT):  # it echoes
         wrong.append("engine")
     if wrong:
-        print(f"wrong answers: {', '.join(wrong)}", file=sys.stderr)
+        print("wrong: " + "\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -519,6 +519,8 @@ def _import(point: EntryPoint, installed: Installed) -> object:
         return point.load()
     except Exception as error:
         text = f"cannot be imported: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{PROJECT}_"):
+            text += f"; pip install {str(error.name).split('.')[0].replace('_', '-')}"
         raise PluginError(installed.distribution, text) from error
 
 

@@ -15,12 +15,15 @@ from attrs import frozen
 
 import commutator_http.plugin
 import commutator_openai.plugin
+from commutator.config.kinds import unknown_kind
 from commutator.config.load import Loaded, load_config
 from commutator.contract.engine import EngineClient, EngineConfig, EngineConnector, LaunchContext
+from commutator.contract.registration import Catalog
 from commutator.contract.routing import RouterConfig
 from commutator.contract.settings import PositiveInt, setting
 from commutator.errors import ConfigError
 from commutator.hookspecs import hookimpl
+from commutator.plugins import load_plugins
 from commutator_http.config import HttpConfig
 
 
@@ -167,6 +170,7 @@ tiers: [{kind: dram}]
         (
             '0.yaml:8: tiers[0].kind: no installed plugin offers the tier "dram"; '
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
+            "; pip install commutator-dram, in a checkout `make tiers`"
         ),
         "0.yaml:7: frontend.port: expected an integer from 0 to 65535, got 99999",
         '0.yaml:2: models[1].name: "m" is already the name of models[0]; choose another',
@@ -383,7 +387,8 @@ def test_without_a_tier_plugin_the_command_that_installs_some_is_named(tmp_path:
     (tmp_path / "c.yaml").write_text(MINIMAL + "\ntiers: [{kind: dram}]\n")
     installed = [point for point in POINTS if point.name != "warp"]
     with pytest.raises(
-        ConfigError, match='offers the tier "dram"; in a checkout, run `make tiers`'
+        ConfigError,
+        match='offers the tier "dram"; pip install commutator-dram, in a checkout `make tiers`',
     ):
         load_config([tmp_path / "c.yaml"], environ={}, found=installed)
 
@@ -392,8 +397,7 @@ def test_without_a_front_door_the_package_to_install_is_named(tmp_path: Path) ->
     installed = [point for point in POINTS if point.name not in {"doors", "warp"}]
     (line,) = problems(tmp_path, MINIMAL, found=installed)
     assert line == (
-        'frontend.kind: no installed plugin offers the door "http"; '
-        "install its package, such as commutator-http"
+        'frontend.kind: no installed plugin offers the door "http"; pip install commutator-http'
     )
 
 
@@ -488,3 +492,19 @@ def test_a_json_file_is_read_as_one(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=re.escape(expected)) as raised:
             load_config([file], environ={})
         assert "cluster.json" in str(raised.value)
+
+
+def test_every_kind_that_a_package_of_ours_brings_is_named_with_it() -> None:
+    """What `unknown_kind` would say if the package were not installed."""
+    host = load_plugins()
+    assert not [one for one in host.installed if one.problem]
+    bare = load_plugins(found=[])
+    seams = [name for name, value in vars(host).items() if isinstance(value, Catalog)]
+    told = 0
+    for seam in seams:
+        for kind, entry in getattr(host, seam).kinds.items():
+            if (package := entry.origin.distribution) != "commutator":
+                text = unknown_kind(kind, getattr(bare, seam), bare)
+                assert f"pip install {package}" in text, text
+                told += 1
+    assert told > 30

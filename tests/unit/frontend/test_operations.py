@@ -88,7 +88,7 @@ def test_a_configuration_that_names_an_absent_kind_says_what_to_install() -> Non
     host = without_console()
     text = unknown_kind("console", host.operations, host)
     assert text.startswith('no installed plugin offers the operations "console"')
-    assert "install its package, such as commutator-console" in text
+    assert "pip install commutator-console" in text
 
 
 @pytest.mark.security

@@ -57,13 +57,41 @@ def default_limiter(host: PluginHost) -> str:
 
 
 _PACKAGES = {
-    ("limiter", "ledger"): "commutator-limits",
-    ("observer", "audit"): "commutator-records",
-    ("observer", "recording"): "commutator-records",
-    ("planner", "slo"): "commutator-slo",
-    ("tuning", "trials"): "commutator-tuning",
+    "balance": ("router random", "router least_loaded", "router power_of_two"),
+    "console": ("operations console",),
+    "disagg": tuple(f"disaggregation {one}" for one in ("always", "never", "conditional", "cost")),
+    "dram": ("tier dram",),
+    "etcd": ("registry etcd",),
+    "eviction": tuple(
+        f"eviction {one}" for one in ("arc", "leaf_first", "lru", "s3fifo", "tinylfu")
+    ),
+    "hbm": ("tier hbm",),
+    "http": ("door http",),
+    "jwt": ("authenticator jwt",),
+    "kv-router": ("router kv",),
+    "limits": ("limiter ledger",),
+    "nats": ("event bus nats",),
+    "nvme": ("tier nvme",),
+    "openai": ("protocol openai",),
+    "peer": ("tier peer",),
+    "pipeline": (
+        *("router pipeline", "stage best", "stage draw", "stage load", "stage max_requests"),
+        *("stage prefill_queue", "stage prefix"),
+    ),
+    "ray": ("launcher ray",),
+    "records": ("observer audit", "observer recording"),
+    "reference": ("engine reference",),
+    "round-robin": ("router round_robin",),
+    "s3": ("tier s3",),
+    "session-affinity": ("router session_affinity",),
+    "sglang": ("engine sglang",),
+    "sim": ("engine sim",),
+    "slo": ("planner slo",),
+    "trtllm": ("engine trtllm",),
+    "tuning": ("tuning trials",),
+    "vllm": ("engine vllm",),
 }
-"""What to install for kinds that core had, by seam and kind."""
+"""What our distributions (``commutator-`` and this name) bring, as seam and kind."""
 
 
 def config_converter(
@@ -116,14 +144,17 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
     text = f'no installed plugin offers the {catalog.seam} "{kind}"'
     if known:
         text += f"; {nearest(kind, known).replace('known keys', 'known kinds')}"
-    lost = [f"{p.name} ({p.distribution}): {p.problem}" for p in host.installed if p.problem]
+    lost = [one for one in host.installed if one.problem]
     if lost:
-        return f"{text}; not loaded: {'; '.join(lost)}"
-    if (package := _PACKAGES.get((catalog.seam, kind))) is not None:
-        text += f"; pip install {package}"
-    if catalog is host.tiers and not known:
-        text += "; in a checkout, run `make tiers`"
-    if catalog is host.doors and kind in host.protocols.kinds:
+        told = (f"{one.name} ({one.distribution}): {one.problem}" for one in lost)
+        text += f"; not loaded: {'; '.join(told)}"
+    wanted = f"{catalog.seam} {kind}"
+    brings = [f"commutator-{name}" for name, kinds in _PACKAGES.items() if wanted in kinds]
+    if brings and brings[0] not in {one.distribution for one in lost}:
+        text += f"; pip install {brings[0]}"
+        if catalog is host.tiers:
+            text += ", in a checkout `make tiers`"
+    elif catalog is host.doors and kind in host.protocols.kinds:
         text += f"; {kind} is a protocol: write protocols: [{{kind: {kind}}}] instead"
     elif catalog in (host.doors, host.protocols, host.operations):
         text += f"; install its package, such as commutator-{kind}"
