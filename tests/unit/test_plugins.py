@@ -22,7 +22,7 @@ import commutator
 from commutator import hookspecs, plugins
 from commutator.contract import CONTRACT_VERSION, changes_since
 from commutator.contract.engine import EngineConfig
-from commutator.contract.observer import OBSERVING_HOOKS, Observer
+from commutator.contract.observer import OBSERVING_HOOKS, AnsweredRequest, Observer
 from commutator.contract.routing import RouterConfig, RoutingPolicy, Scorer
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import PluginError
@@ -207,6 +207,12 @@ def test_every_plugin_is_called_even_when_one_raises(
     assert "plugin good" not in caplog.text
 
 
+ANSWERED = AnsweredRequest(
+    request_id="r", principal=None, peer=None, method="POST", path="/", model="m", status=200,
+    reason=None, workers=(), prompt_tokens=2, cached_tokens=0, generated_tokens=1, duration_s=0.1,
+)  # fmt: skip
+
+
 def test_every_observing_hook_reaches_plugins_and_observers_with_its_arguments() -> None:
     """The host, ``Observer`` and the hooks of the contract name the same arguments."""
     seen: list[tuple[str, str, dict[str, Any]]] = []
@@ -225,7 +231,11 @@ def test_every_observing_hook_reaches_plugins_and_observers_with_its_arguments()
     methods = {hook: staticmethod(recording("observer", hook)) for hook in OBSERVING_HOOKS}
     host.add_observer("watcher", type("Watcher", (Observer,), methods)())
     for hook in OBSERVING_HOOKS:
-        given = {name: object() for name in inspect.signature(getattr(host, hook)).parameters}
+        given: dict[str, object] = {
+            name: object() for name in inspect.signature(getattr(host, hook)).parameters
+        }
+        if hook == "request_answered":
+            given["answered"] = ANSWERED
         getattr(host, hook)(**given)
         assert seen[-2:] == [("plugin", hook, given), ("observer", hook, given)]
 

@@ -12,7 +12,7 @@ from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -37,7 +37,7 @@ from commutator.contract.launcher import (
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import (
     OBSERVING_HOOKS,
-    AnswerProgress,
+    PROMPT_HOOKS,
     Observer,
     ObserverConfig,
     PromptObserver,
@@ -61,7 +61,6 @@ from commutator.contract.registration import (
     StageRegister,
 )
 from commutator.contract.registry import Registry, RegistryConfig
-from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
 from commutator.contract.tuning import Tuning, TuningContext
@@ -90,6 +89,7 @@ _COMMANDS_ALONE = (
 )
 BLOCKED_PLUGINS = "COMMUTATOR_BLOCKED_PLUGINS"
 """The environment variable by which the supervisor passes `plugins.block`, separated by commas."""
+_ALL_HOOKS = (*OBSERVING_HOOKS, *PROMPT_HOOKS)
 BUILTIN = EntryPoint("builtin", "commutator.builtin", GROUP)
 """The plugin that core itself brings; always installed."""
 
@@ -147,6 +147,7 @@ class _Listener:
     function: Callable[..., Any]
     argument_names: tuple[str, ...] | None = None
     """The names of the arguments that it takes; None: all."""
+    reads_prompts: bool = False
 
     def call(self, arguments: dict[str, Any]) -> None:
         names = self.argument_names
@@ -154,7 +155,7 @@ class _Listener:
         self.function(**chosen)
 
 
-class PluginHost(Observer):
+class PluginHost(PromptObserver):
     """The loaded plugins: the kinds that they registered, and an observer that calls them."""
 
     def __init__(self) -> None:
@@ -244,8 +245,6 @@ class PluginHost(Observer):
         self._listeners: dict[str, list[_Listener]] = {}
         self._observers: list[tuple[str, Observer]] = []
         self._started: list[tuple[str, Observer]] = []
-        self.prompt_observers: list[tuple[str, PromptObserver]] = []
-        """Those that people allowed to read prompts."""
 
     def add(self, plugin: object, installed: Installed) -> None:
         """Load one plugin and collect what it registers.
@@ -332,42 +331,22 @@ class PluginHost(Observer):
             if kind.origin == origin
         )
 
-    def add_observer(self, name: str, observer: Observer) -> None:
+    def add_observer(self, name: str, observer: Observer, *, reads_prompts: bool = False) -> None:
         """Call ``observer`` from now on; ``name`` is its name in the log.
 
         ``start`` and ``stop`` of the host start and stop it. Hooks that it does not override cost
-        nothing.
+        nothing. ``reads_prompts``: whether people allowed a ``PromptObserver`` to read prompts.
         """
         self._observers.append((name, observer))
-        for hook in OBSERVING_HOOKS:
-            if getattr(type(observer), hook) is not getattr(Observer, hook):
-                self._listen(hook, _Listener(name, getattr(observer, hook)))
-
-    def allow_prompts(self, name: str, observer: PromptObserver) -> None:
-        """Pass prompts on to ``observer``, which was added, too."""
-        self.prompt_observers.append((name, observer))
-
-    def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
-        """As ``PromptObserver.prompt_received``, for each that is allowed prompts."""
-        for name, observer in self.prompt_observers:
-            try:
-                observer.prompt_received(request, prompt)
-            except Exception:
-                log.exception("observer %s failed in prompt_received", name)
-
-    def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
-        """As ``PromptObserver.answer_begun``, for each that is allowed prompts."""
-        for name, observer in self.prompt_observers:
-            try:
-                observer.answer_begun(request, progress)
-            except Exception:
-                log.exception("observer %s failed in answer_begun", name)
+        for hook in _ALL_HOOKS if reads_prompts else OBSERVING_HOOKS:
+            if getattr(type(observer), hook) is not getattr(PromptObserver, hook):
+                function = getattr(observer, hook)
+                self._listen(hook, _Listener(name, function, reads_prompts=reads_prompts))
 
     def remove_observer(self, observer: Observer) -> None:
         """Call ``observer`` no more. Only for one that was added after ``start``."""
         self._observers = [one for one in self._observers if one[1] is not observer]
-        self.prompt_observers = [one for one in self.prompt_observers if one[1] is not observer]
-        for hook in OBSERVING_HOOKS:
+        for hook in _ALL_HOOKS:
             listeners = self._listeners.get(hook, [])
             left = [
                 one for one in listeners if getattr(one.function, "__self__", None) is not observer
@@ -384,13 +363,13 @@ class PluginHost(Observer):
         """
         for config in configs:
             observer = self.observers.kinds[config.kind].thing(config)
-            self.add_observer(config.kind, observer)
+            allowed = False
             if isinstance(observer, PromptObserver):
                 if not isinstance(config, PromptObserverConfig):
                     text = "it reads prompts, so its options must subclass PromptObserverConfig"
                     raise PluginError(config.kind, text)
-                if config.prompts:
-                    self.allow_prompts(config.kind, observer)
+                allowed = config.prompts
+            self.add_observer(config.kind, observer, reads_prompts=allowed)
         for name, observer in self._observers:
             try:
                 await observer.start()
@@ -414,8 +393,11 @@ class PluginHost(Observer):
     def _observe(self, hook: str, arguments: dict[str, Any]) -> None:
         """Call every listener, also after one raised."""
         for listener in self._listeners.get(hook, ()):
+            told = arguments
+            if hook == "request_answered" and not listener.reads_prompts:
+                told = {"answered": evolve(arguments["answered"], body=b"")}
             try:
-                listener.call(arguments)
+                listener.call(told)
             except Exception:
                 log.exception("plugin %s failed in %s", listener.plugin, hook)
             if self._trace:
@@ -439,7 +421,7 @@ class PluginHost(Observer):
 
 def _observing(hook: str) -> Callable[..., None]:
     """The method of ``PluginHost`` that passes an observing hook on to its listeners."""
-    method = getattr(Observer, hook)
+    method = getattr(PromptObserver, hook)
     _, *names = inspect.signature(method).parameters
 
     @wraps(method)
@@ -451,7 +433,7 @@ def _observing(hook: str) -> Callable[..., None]:
     return observe
 
 
-for _hook in OBSERVING_HOOKS:
+for _hook in _ALL_HOOKS:
     setattr(PluginHost, _hook, _observing(_hook))
 
 

@@ -22,7 +22,7 @@ from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
 from commutator_limits.limiter import LocalLimiter
 from commutator_records.audit import AuditConfig, AuditLog
-from commutator_records.log_file import LineWriter, OwnFile, open_own
+from commutator_records.log_file import FileObserver, FileObserverConfig, OwnFile, open_own
 from commutator_testing.observers import ObserverContract
 
 ONE = AnsweredRequest(
@@ -273,7 +273,8 @@ def test_a_pipe_is_no_log(tmp_path: Path) -> None:
 
 
 async def test_bytes_that_wait_are_bounded_and_freed_once_they_are_written(tmp_path: Path) -> None:
-    writer = LineWriter("a", lambda: OwnFile(tmp_path / "a", 1 << 30, 1_000.0, 1), 100)
+    config = FileObserverConfig(kind="a", path=str(tmp_path / "a"), max_waiting_lines=100)
+    writer = FileObserver("a", config)
     writer.add(b"x\n", 60 << 20)
     writer.add(b"dropped\n", 5 << 20)
     await writer.start()

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from commutator.config.load import load_config
 from commutator.config.yaml_file import to_yaml
 from commutator.contract.observer import (
+    AnsweredRequest,
     AnswerProgress,
     ObserverConfig,
     PromptObserver,
@@ -23,6 +25,10 @@ from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, PluginHost
 
 SUMMARY = RequestSummary(request_id="r", model="m", prompt_tokens=2, max_tokens=9)
+ANSWERED = AnsweredRequest(
+    request_id="r", principal=None, peer=None, method="POST", path="/", model="m", status=200,
+    reason=None, workers=(), prompt_tokens=2, cached_tokens=0, generated_tokens=1, duration_s=0.1,
+)  # fmt: skip
 PROMPT = GenerateRequest(request_id="r", token_ids=(1, 2), sampling=SamplingParams(max_tokens=9))
 
 
@@ -37,6 +43,9 @@ class Reader(PromptObserver):
 
     def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
         self.seen.append((request, progress.generated_tokens))
+
+    def request_answered(self, answered: AnsweredRequest) -> None:
+        self.seen.append(answered.body)
 
 
 READERS: list[Reader] = []
@@ -67,9 +76,20 @@ async def test_only_who_is_allowed_gets_prompts(
     host.prompt_received(SUMMARY, PROMPT)
     host.answer_begun(SUMMARY, SimpleNamespace(generated_tokens=5))
     assert [one.seen for one in READERS] == [[], [(SUMMARY, PROMPT), (SUMMARY, 5)]]
-    assert "observer reader failed in prompt_received" in caplog.text
+    assert "plugin reader failed in prompt_received" in caplog.text
     host.remove_observer(READERS[1])
-    assert host.prompt_observers == []
+    host.prompt_received(SUMMARY, PROMPT)
+    assert len(READERS[1].seen) == 2, "it was removed"
+
+
+@pytest.mark.security
+async def test_only_who_is_allowed_gets_what_clients_sent(host: PluginHost) -> None:
+    host.add_observer("without options", Reader(ObserverConfig(kind="none")))
+    await host.start(
+        [PromptObserverConfig(kind="reader", prompts=allowed) for allowed in (False, True, False)]
+    )
+    host.request_answered(evolve(ANSWERED, body=b"secret"))
+    assert [one.seen for one in READERS] == [[b""], [b""], [b"secret"], [b""]]
 
 
 @pytest.mark.security

@@ -14,6 +14,7 @@ from commutator.contract.worker import WorkerRecord
 
 __all__ = [
     "OBSERVING_HOOKS",
+    "PROMPT_HOOKS",
     "AnswerProgress",
     "AnsweredRequest",
     "Observer",
@@ -71,7 +72,7 @@ class AnsweredRequest:
     duration_s: float
     """Seconds from the arrival of its headers to its end."""
     body: bytes = b""
-    """What the client sent, its prompts among it. Do not keep it unless people asked for that."""
+    """What the client sent, its prompts among it; empty for who may not read prompts."""
 
 
 class Observer:
@@ -162,9 +163,9 @@ class AnswerProgress(Protocol):
 class PromptObserver(Observer):
     """An observer that also gets prompts, where people allowed it: see ``PromptObserverConfig``.
 
-    Its options subclass that class, and only if `prompts` is true there are these methods called;
-    what is not recorded of a prompt must be forgotten when its request ends. They are not for
-    plugins without options.
+    Its options subclass that class, and only if `prompts` is true there are these methods called,
+    and has ``AnsweredRequest`` a body; what is not recorded of a prompt must be forgotten when its
+    request ends. They are not for plugins without options.
     """
 
     def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
@@ -175,3 +176,7 @@ class PromptObserver(Observer):
 
     def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
         """The request of ``prompt_received`` has its first worker; ``progress`` is its answer's."""
+
+
+PROMPT_HOOKS = ("prompt_received", "answer_begun")
+"""The names of the methods that get prompts."""

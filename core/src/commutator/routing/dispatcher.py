@@ -268,8 +268,7 @@ class Dispatcher:
         dispatch = Dispatch(summary, request, placement, self._models[model], limits)
         if self._on_placed is not None:
             self._on_placed(summary, placement, dispatch.separate)
-        if self._host.prompt_observers:
-            self._host.answer_begun(summary, dispatch)
+        self._host.answer_begun(summary, dispatch)
         return dispatch
 
     def forwards(self, model: str) -> bool:
@@ -302,7 +301,7 @@ class Dispatcher:
     ) -> Placement:
         """Place a new request, with the hooks that belong to it. Raises as ``Placer.place``."""
         host, model = self._host, self._models[summary.model]
-        if host.prompt_observers and request is not None:
+        if request is not None:
             host.prompt_received(summary, request)
         host.request_received(summary)
         try:

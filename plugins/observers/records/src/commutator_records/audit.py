@@ -7,15 +7,14 @@ dropped, never waited for; the next line that is written says how many were.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from attrs import frozen
 
-from commutator.contract.observer import AnsweredRequest, Observer, ObserverConfig
-from commutator.contract.settings import NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
-from commutator_records.log_file import LineWriter, OwnFile
+from commutator.contract.observer import AnsweredRequest
+from commutator.contract.settings import setting
+from commutator_records.log_file import FileObserver, FileObserverConfig
 
 __all__ = ["AuditConfig", "AuditLog"]
 
@@ -23,55 +22,23 @@ _MAX_BODY_BYTES = 64 << 10
 
 
 @frozen(kw_only=True)
-class AuditConfig(ObserverConfig):
+class AuditConfig(FileObserverConfig):
     """Writes who asked for what, and what they got."""
 
-    path: str = setting(
-        "The file. Each front-door process writes one of its own: of `audit.jsonl`, "
-        "`audit.0.jsonl`, `audit.1.jsonl`, ..."
-    )
     prompts: bool = setting("Write the first 64 KiB of requests' bodies as well: prompts.", False)
-    rotate_bytes: Size = setting("A file that is longer is rotated.", 256 << 20)
-    rotate_s: PositiveSeconds = setting(
-        "A file that the process opened longer ago is rotated.", 86_400.0
-    )
-    keep: NonNegativeInt = setting(
-        "Rotated files that are kept: `audit.0.jsonl.1` is the latest. 0 keeps none.", 10
-    )
-    max_waiting_lines: PositiveInt = setting(
-        "Lines that wait to be written; what comes then is dropped and counted.", 10_000
-    )
 
 
-class AuditLog(Observer):
+class AuditLog(FileObserver):
     """Writes a line for each answered request; all but the bodies of prompts by default."""
 
     def __init__(self, config: AuditConfig) -> None:
         self._prompts = config.prompts
         self._encode = msgspec.json.Encoder().encode
-        self._writer = LineWriter(
-            "audit log",
-            lambda: OwnFile(
-                Path(config.path).expanduser(),
-                config.rotate_bytes,
-                config.rotate_s,
-                config.keep,
-            ),
-            config.max_waiting_lines,
-            self._dropped_line,
-        )
-
-    async def start(self) -> None:
-        """Raises OSError when the file cannot be written, or is somebody else's."""
-        await self._writer.start()
-
-    async def stop(self) -> None:
-        """Writes what waits."""
-        await self._writer.stop()
+        super().__init__("audit log", config, self._say_dropped)
 
     def request_answered(self, answered: AnsweredRequest) -> None:
         line = self._line(answered)
-        self._writer.add(line, len(line))
+        self.add(line, len(line))
 
     def _line(self, one: AnsweredRequest) -> bytes:
         said: dict[str, Any] = {
@@ -94,7 +61,7 @@ class AuditLog(Observer):
             said["body"] = one.body[:_MAX_BODY_BYTES].decode(errors="replace")
         return self._encode(said) + b"\n"
 
-    def _dropped_line(self, number: int) -> bytes:
+    def _say_dropped(self, number: int) -> bytes:
         return self._encode({"time": _timestamp(time.time()), "dropped": number}) + b"\n"
 
 

@@ -1,6 +1,6 @@
 """Files of lines that only their owner may read: written by a thread, rotated, never waited for.
 
-What the disk cannot take in time is dropped and counted.
+What the disk cannot take in time is dropped and counted, never waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-__all__ = ["LineWriter", "OwnFile", "open_own"]
+from attrs import frozen
+
+from commutator.contract.observer import PromptObserver, PromptObserverConfig
+from commutator.contract.settings import NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
+
+__all__ = ["FileObserver", "FileObserverConfig", "OwnFile", "open_own"]
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +37,33 @@ Line = bytes | Callable[[], bytes]
 """A line with its end, or what makes one in the thread that writes."""
 
 
-class LineWriter:
-    """Appends lines to an ``OwnFile`` in a thread of its own; ``add`` never waits."""
+@frozen(kw_only=True)
+class FileObserverConfig(PromptObserverConfig):
+    """Options of an observer that writes lines."""
+
+    path: str = setting(
+        "The file. Each front-door process writes one of its own: of `NAME.jsonl`, "
+        "`NAME.0.jsonl`, `NAME.1.jsonl`, ..."
+    )
+    rotate_bytes: Size = setting("A file that is longer is rotated.", 256 << 20)
+    rotate_s: PositiveSeconds = setting(
+        "A file that the process opened longer ago is rotated.", 86_400.0
+    )
+    keep: NonNegativeInt = setting(
+        "Rotated files that are kept: `NAME.0.jsonl.1` is the latest. 0 keeps none.", 10
+    )
+    max_waiting_lines: PositiveInt = setting(
+        "Lines that wait to be written; what comes then is dropped and counted.", 10_000
+    )
+
+
+class FileObserver(PromptObserver):
+    """Appends lines to a file in a thread of its own; ``add`` never waits."""
 
     def __init__(
         self,
         name: str,
-        open_file: Callable[[], OwnFile],
-        max_waiting_lines: int,
+        config: FileObserverConfig,
         dropped_line: Callable[[int], bytes] | None = None,
     ) -> None:
         """``name``: what the file is, for logs.
@@ -47,8 +71,7 @@ class LineWriter:
         ``dropped_line`` makes a line that says how many were dropped; without it the log says so.
         """
         self._name = name
-        self._open_file = open_file
-        self._max_waiting_lines = max_waiting_lines
+        self._config = config
         self._dropped_line = dropped_line
         self._guard = threading.Lock()
         self._lines: list[Line] = []
@@ -79,13 +102,17 @@ class LineWriter:
         """Have a line written, which takes about ``size_bytes`` of memory until then."""
         with self._guard:
             full = self._waiting_bytes + size_bytes > _MAX_WAITING_BYTES
-            if full or len(self._lines) >= self._max_waiting_lines:
+            if full or len(self._lines) >= self._config.max_waiting_lines:
                 self._dropped += 1
                 return
             self._lines.append(line)
             self._waiting_bytes += size_bytes
         if not self._wake.is_set():
             self._wake.set()
+
+    def _open_file(self) -> OwnFile:
+        one = self._config
+        return OwnFile(Path(one.path).expanduser(), one.rotate_bytes, one.rotate_s, one.keep)
 
     def _write_all(self) -> None:
         while not self._stopped:

@@ -24,17 +24,10 @@ from typing import Annotated, Any
 import msgspec
 from attrs import Attribute, define, frozen
 
-from commutator.contract.observer import AnswerProgress, PromptObserver, PromptObserverConfig
+from commutator.contract.observer import AnswerProgress
 from commutator.contract.request import GenerateRequest, RequestOutcome, RequestSummary
-from commutator.contract.settings import (
-    Bounds,
-    NonNegativeInt,
-    PositiveInt,
-    PositiveSeconds,
-    Size,
-    setting,
-)
-from commutator_records.log_file import LineWriter, OwnFile
+from commutator.contract.settings import Bounds, NonNegativeInt, Size, setting
+from commutator_records.log_file import FileObserver, FileObserverConfig, OwnFile
 
 __all__ = ["RecordingConfig", "TraceRecorder", "block_ids"]
 
@@ -56,7 +49,7 @@ def _allowed(_: object, _field: Attribute[Any], value: bool) -> None:
 
 
 @frozen(kw_only=True)
-class RecordingConfig(PromptObserverConfig):
+class RecordingConfig(FileObserverConfig):
     """Each front door records its requests as a trace: times, lengths and block ids, no text.
 
     `commutator replay` reads such a trace.
@@ -68,9 +61,9 @@ class RecordingConfig(PromptObserverConfig):
         validator=_allowed,
     )
     path: str = setting(
-        "The file. Each front-door process writes one of its own: of `trace.jsonl`, "
-        "`trace.0.jsonl`, `trace.1.jsonl`, ... Block ids are keyed hashes; the key is in "
-        "`trace.jsonl.key`, which is made where there is none."
+        "The file. Each front-door process writes one of its own: of `NAME.jsonl`, "
+        "`NAME.0.jsonl`, `NAME.1.jsonl`, ... Block ids are keyed hashes; the key is in "
+        "`NAME.jsonl.key`, which is made where there is none."
     )
     block_tokens: Annotated[int, Bounds(minimum=1, maximum=512)] = setting(
         "Prompt tokens for each block id: shared prefixes are known to this many tokens. Engines "
@@ -78,14 +71,8 @@ class RecordingConfig(PromptObserverConfig):
         16,
     )
     rotate_bytes: Size = setting("A file that is longer is rotated.", 64 << 20)
-    rotate_s: PositiveSeconds = setting(
-        "A file that the process opened longer ago is rotated.", 86_400.0
-    )
     keep: NonNegativeInt = setting(
-        "Rotated files that are kept: `trace.0.jsonl.1` is the latest. 0 keeps none.", 7
-    )
-    max_waiting_lines: PositiveInt = setting(
-        "Requests that wait to be written; what comes then is dropped, and the log says so.", 10_000
+        "Rotated files that are kept: `NAME.0.jsonl.1` is the latest. 0 keeps none.", 7
     )
 
 
@@ -98,7 +85,7 @@ class _Open:
     progress: AnswerProgress | None = None
 
 
-class TraceRecorder(PromptObserver):
+class TraceRecorder(FileObserver):
     """Writes a line for each request that came to routing, served or not.
 
     Requests that a server gets as the client sent them are not recorded, as their lengths are not
@@ -107,20 +94,12 @@ class TraceRecorder(PromptObserver):
 
     def __init__(self, config: RecordingConfig, clock: Callable[[], float] = time.time) -> None:
         """``clock``: seconds since 1970."""
-        self._config = config
+        super().__init__("trace of requests", config)
+        self._block_tokens = config.block_tokens
         self._clock = clock
         self._key = b""
         self._open: dict[int, _Open] = {}
         """By the identity of the summary, which every hook gets; ids may be those of clients."""
-        self._writer = LineWriter("trace of requests", self._open_file, config.max_waiting_lines)
-
-    async def start(self) -> None:
-        """Raises OSError when the file cannot be written, or is somebody else's."""
-        await self._writer.start()
-
-    async def stop(self) -> None:
-        """Writes what waits."""
-        await self._writer.stop()
 
     def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
         self._open[id(request)] = _Open(self._clock(), prompt)
@@ -145,21 +124,20 @@ class TraceRecorder(PromptObserver):
             "timestamp": round(one.time_s * 1000, 3),
             "input_length": len(one.request.token_ids),
             "output_length": output_length,
-            "block_tokens": self._config.block_tokens,
+            "block_tokens": self._block_tokens,
             "model": summary.model,
             **more,
         }
         size = _TOKEN_BYTES * len(one.request.token_ids)
-        self._writer.add(partial(self._line, said, summary.model, one.request), size)
+        self.add(partial(self._line, said, summary.model, one.request), size)
 
     def _line(self, said: dict[str, Any], model: str, request: GenerateRequest) -> bytes:
-        ids = block_ids(self._key, model, request, self._config.block_tokens)
+        ids = block_ids(self._key, model, request, self._block_tokens)
         return _encode({**said, "hash_ids": list(ids)}) + b"\n"
 
     def _open_file(self) -> OwnFile:
-        one = self._config
-        path = Path(one.path).expanduser()
-        file = OwnFile(path, one.rotate_bytes, one.rotate_s, one.keep)
+        file = super()._open_file()
+        path = Path(self._config.path).expanduser()
         try:
             self._key = _shared_key(path.with_name(path.name + ".key"))
         except BaseException:
