@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 
 from commutator.trust import Network, TlsFiles, use_network, wire
-from commutator.trust.certificates import Authority
 from commutator.trust.identity import Identity, Kind
+from commutator_certs.authority import Authority
 
 __all__ = ["CLUSTER", "Authorities", "on_a_network"]
 

@@ -37,6 +37,7 @@ PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.
 PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank", "planning"}
 # What single plugins of ours use of core beside the faces.
 BESIDE = {
+    "commutator_certs": {"trust.identity"},
     "commutator_slo": {"cli.added", "cli.front_door"},
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }

@@ -86,6 +86,7 @@ def test_help_imports_no_command() -> None:
     }
     plugins = {name for name in modules if name.startswith("commutator_")}
     assert {name.removesuffix(".commands") for name in plugins} <= {
+        "commutator_certs",
         "commutator_console",
         "commutator_replay",
         "commutator_scaffold",

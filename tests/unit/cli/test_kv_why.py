@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commutator.cli.kv.tables import show_why
 from commutator.contract.worker import BlockExplanation, HeldBlock, PromptExplanation
+from commutator_console.kv.tables import show_why
 
 
 def told(

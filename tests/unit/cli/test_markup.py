@@ -7,13 +7,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from commutator.cli.kv.tables import show_verified, show_why
 from commutator.contract.worker import (
     BlockExplanation,
     HeldBlock,
     PromptExplanation,
     TierVerification,
 )
+from commutator_console.kv.tables import show_verified, show_why
 from commutator_scaffold.demo import Answer, print_answer, summary
 
 ODD = "[/INST] [red]x"

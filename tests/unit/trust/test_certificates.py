@@ -11,13 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from commutator.cli.main import main
-from commutator.trust.certificates import (
+from commutator.trust.identity import Identity, Kind
+from commutator_certs.authority import (
     Authority,
     CertificateError,
-    expiring,
     read_certificates,
 )
-from commutator.trust.identity import Identity, Kind
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
 HOST = Identity("prod", Kind.HOST, "h1")
@@ -103,13 +102,13 @@ def test_renewing_keeps_the_identity_and_the_addresses_with_a_new_key(tmp_path: 
     authority.issue(Identity("prod", Kind.OPERATOR, "ada"), [], NOW, timedelta(days=300))
     key = file.with_suffix(".key").read_bytes()
     later = NOW + timedelta(days=70)
-    assert list(expiring(authority, timedelta(days=30), later)) == ["h1"]
+    assert authority.expiring(timedelta(days=30), later) == ["h1"]
     authority.renew("h1", later, DAYS_90)
     (issued,) = read_certificates(file)
     assert (issued.identity, issued.addresses) == (HOST, ("10.0.0.1",))
     assert issued.days_left(later) == 90
     assert file.with_suffix(".key").read_bytes() != key
-    assert not list(expiring(authority, timedelta(days=30), later))
+    assert not authority.expiring(timedelta(days=30), later)
 
 
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ GROUP = "commutator.commands"
 """Entry-point group of the modules that implement the hook ``command_register``."""
 
 PACKAGES = {
+    "certs": "commutator-certs",
     "demo": "commutator-scaffold",
     "init": "commutator-scaffold",
+    "kv": "commutator-console",
     "new-plugin": "commutator-scaffold",
     "planner": "commutator-slo",
     "planner search": "commutator-replay",

@@ -38,12 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "List workers; drain one, change its role; run some of a cluster.",
     ),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
-    "kv": ("commutator.cli.kv.command:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
-    "certs": (
-        "commutator.cli.cluster.certs:certs",
-        "Create and renew the certificates of a cluster's hosts.",
-    ),
     "completion": (
         "commutator.cli.completion:completion",
         "Let the shell complete commands and options.",

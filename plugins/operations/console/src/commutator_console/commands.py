@@ -1,4 +1,4 @@
-"""The command of this package; it is imported when it is used."""
+"""The commands of this package; each is imported when it is used."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator top`."""
+    """`commutator top` and `commutator kv`."""
     register("top", "Show a running deployment live, in the terminal.", _top)
+    register("kv", "Show and change the KV blocks in storage tiers.", _kv)
 
 
 def _top() -> Any:
     return import_module("commutator_console.top").top
+
+
+def _kv() -> Any:
+    return import_module("commutator_console.kv.command").kv

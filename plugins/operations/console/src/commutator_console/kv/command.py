@@ -14,7 +14,6 @@ import msgspec
 from attrs import frozen
 
 from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
-from commutator.cli.kv.tables import show_contents, show_statistics, show_verified, show_why
 from commutator.cli.options import NumberRange
 from commutator.contract.worker import (
     KvStatistics,
@@ -23,6 +22,7 @@ from commutator.contract.worker import (
     TierVerification,
 )
 from commutator.errors import CommutatorError
+from commutator_console.kv.tables import show_contents, show_statistics, show_verified, show_why
 
 __all__ = [
     "Workers",

@@ -1,15 +1,13 @@
 """A certificate authority in a folder, and the certificates that it issues.
 
-Needs ``pip install commutator[certs]``; a running deployment does not.
-
-    FOLDER/ca.pem, ca.key      the authority, whose key belongs to nobody else (mode 0600)
-    FOLDER/NAME.pem, NAME.key  what was issued for NAME
+FOLDER/ca.pem, ca.key      the authority, whose key belongs to nobody else (mode 0600)
+FOLDER/NAME.pem, NAME.key  what was issued for NAME
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from commutator.errors import CommutatorError
 from commutator.trust.identity import Identity, identity_in
 
-__all__ = ["Authority", "CertificateError", "Issued", "expiring", "read_certificates"]
+__all__ = ["Authority", "CertificateError", "Issued", "read_certificates"]
 
 _CA_VALID = timedelta(days=3650)
 _EARLIER = timedelta(hours=1)
@@ -175,6 +173,13 @@ class Authority:
             and read_certificates(file)[0].identity is not None
         ]
 
+    def expiring(self, within: timedelta, now: datetime) -> list[str]:
+        """The names whose certificates expire within that time, or have."""
+        ends = {
+            name: read_certificates(self.folder / f"{name}.pem")[0].ends for name in self.issued()
+        }
+        return [name for name, end in ends.items() if end <= now + within]
+
 
 def read_certificates(file: Path) -> list[Issued]:
     """What the certificates in a PEM file say, at least one. Raises CertificateError."""
@@ -294,10 +299,3 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
         file.write(content)
     draft.chmod(mode)
     draft.replace(path)
-
-
-def expiring(authority: Authority, within: timedelta, now: datetime) -> Iterator[str]:
-    """The names whose certificates expire within that time, or have."""
-    for name in authority.issued():
-        if read_certificates(authority.folder / f"{name}.pem")[0].ends <= now + within:
-            yield name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import click
 
 from commutator.errors import CommutatorError
 from commutator.trust.identity import Identity, Kind
+from commutator_certs.authority import Authority, read_certificates
 
 __all__ = ["certs"]
 
@@ -50,8 +50,6 @@ def certs() -> None:
     The folder holds the authority's key: keep it on one machine, and copy to each host only ca.pem,
     NAME.pem and NAME.key of its own.
     """
-    if find_spec("cryptography") is None:
-        raise CommutatorError("cryptography is not installed; pip install commutator[certs]")
 
 
 @certs.command(
@@ -62,8 +60,6 @@ def certs() -> None:
 @folder_option
 def init(cluster: str, folder: Path) -> None:
     """Make the certificate authority of a cluster: ca.pem and ca.key, valid for ten years."""
-    from commutator.trust.certificates import Authority
-
     _identity(cluster, Kind.HOST, "any")
     Authority.create(folder, cluster, datetime.now(UTC))
     click.echo(f"{folder / 'ca.pem'}: the authority of cluster {cluster}")
@@ -97,8 +93,6 @@ def issue(
     It is valid from an hour ago, for hosts whose clocks are behind. Addresses are needed for
     servers that are asked by name, such as etcd's members.
     """
-    from commutator.trust.certificates import Authority
-
     authority = Authority.load(folder)
     identity = _identity(authority.cluster, Kind(kind), name)
     file = authority.issue(identity, [*ips, *dns], datetime.now(UTC), timedelta(days=days))
@@ -127,10 +121,8 @@ def renew(names: tuple[str, ...], within_days: int, days: int, folder: Path) -> 
     They keep their kind and their addresses. Copy them to their hosts: running processes use them
     from then on, and keep their connections.
     """
-    from commutator.trust.certificates import Authority, expiring
-
     authority, now = Authority.load(folder), datetime.now(UTC)
-    due = list(names) or list(expiring(authority, timedelta(days=within_days), now))
+    due = list(names) or authority.expiring(timedelta(days=within_days), now)
     for name in due:
         file = authority.renew(name, now, timedelta(days=days))
         click.echo(f"{file}: renewed, valid for {days} days")
@@ -148,8 +140,6 @@ def renew(names: tuple[str, ...], within_days: int, days: int, folder: Path) -> 
 )
 def show(files: tuple[Path, ...]) -> None:
     """Print what the certificates in FILE say."""
-    from commutator.trust.certificates import read_certificates
-
     now = datetime.now(UTC)
     for file in files:
         for issued in read_certificates(file):
