@@ -30,8 +30,8 @@ from commutator.contract.block import BlockDescriptor, BlockKey, RetentionHints
 from commutator.contract.tier import StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult, StoreBlocks
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 
 BLOCK_TOKENS = 512
 PARTS = (0.01, 0.05, 0.2)

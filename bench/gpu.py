@@ -40,14 +40,13 @@ from commutator.errors import CommutatorError, TransferError
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import PAGE_BYTES, Staging
 from commutator_engine_kit.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND
 from commutator_engine_kit.kv.tiers.setup import TierSetup, read_tiers
-from commutator_engine_kit.kv.tiers.staged_io import PAGE_BYTES, Staging
 from commutator_engine_kit.kv.transfer.protocol import PullHandover
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.library import load_nixl
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import TransferPath
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import load_model

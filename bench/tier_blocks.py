@@ -12,10 +12,10 @@ from commutator.contract.block import BlockDescriptor
 from commutator.errors import CommutatorError
 from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import IoContext
+from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_engine_kit.kv.tiers.staged_io import Staging
 
 __all__ = ["TierBlocks", "new_keys"]
 

@@ -37,9 +37,9 @@ from commutator.contract.tier import Direction, Memory, TierConfig
 from commutator.errors import CommutatorError, ConfigError, TierError
 from commutator_engine_kit.kv.arena import BlockArena
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.jobs import part_blocks
+from commutator_engine_kit.kv.stores import part_blocks
+from commutator_engine_kit.kv.tiers.block_io import PAGE_BYTES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
-from commutator_engine_kit.kv.tiers.staged_io import PAGE_BYTES
 
 __all__ = [
     "Line",

@@ -19,10 +19,9 @@ from attrs import frozen
 from bench.result import Figure
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.library import make_agent
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import TransferPath
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64

@@ -18,8 +18,7 @@ from tests.support.tier_mover import block_of, random_keys
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import Direction, Memory
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
-from commutator_engine_kit.kv.tiers.block_io import IoContext
-from commutator_engine_kit.kv.tiers.mover import TierMover
+from commutator_engine_kit.kv.tiers.mover import IoContext, TierMover
 from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_peer.config import PeerTierConfig
 from commutator_peer.tier import PeerTier

@@ -24,7 +24,7 @@ from commutator.contract.worker import TierState
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema.structure import structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers

@@ -15,9 +15,8 @@ from commutator.contract.tier import Direction, Memory, SlotGeometry, Span, Stor
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import TransferPath
 
 __all__ = ["TierMover", "block_of", "geometry_of", "random_keys"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator_engine_kit.kv.transfer.geometry import BlockShapes
+from commutator_engine_kit.kv.transfer.protocol import BlockShapes
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.booleans())
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from commutator_engine_kit.kv.transfer.leases import LeaseTable
+from commutator_engine_kit.kv.transfer.exporter import LeaseTable
 from commutator_engine_kit.kv.transfer.protocol import ExportState, ReadyBlock
 
 LEASE_S = 10.0

@@ -18,8 +18,8 @@ from commutator_engine_kit.kv.block_manager.admission import (
     NotLongerThan,
     PromptOnly,
 )
-from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierSpec
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.tier import Span
-from commutator_engine_kit.kv.transfer.leases import LeaseTable
+from commutator_engine_kit.kv.transfer.exporter import LeaseTable
 from commutator_engine_kit.kv.transfer.protocol import ExportState, ReadyBlock
 
 LEASE_S = 10.0

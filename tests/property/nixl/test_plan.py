@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.tier import Memory, Region, Span
+from commutator_engine_kit.nixl.agent import BlockList
 from commutator_engine_kit.nixl.moves import Batch, BlockMove, plan_batches
-from commutator_engine_kit.nixl.transfer import BlockList
 
 # Small numbers, so that blocks often touch; a gap of 0 on both sides makes them contiguous.
 GAPS = st.sampled_from([0, 0, 0, 1, 5])

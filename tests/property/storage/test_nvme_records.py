@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from commutator.contract.tier import SlotGeometry, StoredBlock
 from commutator_nvme.config import NvmeConfig
-from commutator_nvme.layout import HEADER_BYTES, PAGE_BYTES, Header, Layout, parse_header
+from commutator_nvme.index import HEADER_BYTES, Header, parse_header
 from commutator_nvme.owners import Owner
 from commutator_nvme.records import RecordFormat, Recovered
+from commutator_nvme.segments import PAGE_BYTES, Layout
 
 TOKENS = 3
 SLOTS = 5

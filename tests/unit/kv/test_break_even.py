@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator_engine_kit.kv.block_manager.break_even import (
-    LoadCost,
-    LoadSpeed,
-    PrefillSpeed,
-    best_prefix,
-)
+from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, LoadSpeed
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed, best_prefix
 
 SECONDS = st.floats(0, 10)
 COSTS = st.builds(LoadCost, latency_s=SECONDS, block_s=SECONDS)

@@ -10,13 +10,7 @@ import pytest
 from commutator.contract.block import BlockDescriptor
 from commutator.contract.tier import Span, StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import (
-    BlockIo,
-    IoContext,
-    LoadBlock,
-    StoreBlock,
-    Unstored,
-)
+from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
 from commutator_engine_kit.kv.tiers.guards import (
     Bandwidth,
     BandwidthLimit,
@@ -26,6 +20,7 @@ from commutator_engine_kit.kv.tiers.guards import (
     RetryBudget,
     RetryIo,
 )
+from commutator_engine_kit.kv.tiers.mover import IoContext
 
 LOADED, FAILED = LoadResult.LOADED, LoadResult.FAILED
 CORRUPT, MISSING = LoadResult.CORRUPT, LoadResult.MISSING

@@ -16,8 +16,8 @@ from commutator.contract.tier import TierConfig
 from commutator_engine_kit.kv.arena import checksum
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameHeader
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_nvme.layout import HEADER_BYTES as INDEX_HEADER_BYTES
-from commutator_nvme.layout import parse_header
+from commutator_nvme.index import HEADER_BYTES as INDEX_HEADER_BYTES
+from commutator_nvme.index import parse_header
 
 OLD, NEW, OTHER = ("11" * 32, "22" * 32, "33" * 16)
 ALICE = Prompt(chain(1, 5), "the salt of Alice, who must not be known", "alices-own-adapter")

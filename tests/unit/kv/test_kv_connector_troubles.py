@@ -15,8 +15,7 @@ from commutator.contract.block import BlockRemoved
 from commutator.contract.tier import StorageTier
 from commutator.errors import TierError
 from commutator_engine_kit.kv.tiers.guards import Breaker
-from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import Transfer
+from commutator_engine_kit.nixl.agent import Transfer, TransferAgent
 from commutator_testing.faults import TierFaults
 
 

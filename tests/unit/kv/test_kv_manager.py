@@ -17,8 +17,8 @@ from commutator_engine_kit.kv.block_manager.actions import (
     StoreBlocks,
 )
 from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
-from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierSpec
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.lru import Lru
 
 ALICE, BOB = (PrincipalConfig().principal(name) for name in ("alice", "bob"))

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from commutator_engine_kit.kv.arena import bytes_at
-from commutator_engine_kit.kv.tiers.staged_io import Staging
+from commutator_engine_kit.kv.tiers.block_io import Staging
 
 
 def test_as_many_are_lent_as_are_free_and_all_come_back() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from commutator.contract.block import BlockDescriptor
 from commutator.contract.tier import Memory, Span
+from commutator_engine_kit.kv.stores import part_blocks, store_job
 from commutator_engine_kit.kv.tiers.executor import StoreOutcome, TierExecutor
-from commutator_engine_kit.kv.tiers.jobs import part_blocks, store_job
 
 KIB = 1 << 10
 

@@ -11,7 +11,7 @@ import pytest
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
 from commutator_engine_kit.kv.lending import on_tier
-from commutator_engine_kit.kv.tiers.thread import Job, TierThread
+from commutator_engine_kit.kv.tiers.executor import Job, TierThread
 
 
 class Queue:

@@ -12,9 +12,8 @@ from tests.support.kv_rig import wait_for
 
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
-from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
 from commutator_engine_kit.kv.tiers.guards import Breaker
-from commutator_engine_kit.kv.tiers.thread import Job, TierThread
 
 
 class Setup:

@@ -13,11 +13,11 @@ from tests.support.kv_tiers import DRAM
 from commutator.contract.tier import Memory
 from commutator.errors import TransferTimeoutError
 from commutator_engine_kit.kv.tiers import executor as tier_worker
+from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
 from commutator_engine_kit.kv.tiers.guards import Bandwidth
 from commutator_engine_kit.kv.tiers.mover import GPU_COPIES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, build_io
-from commutator_engine_kit.kv.tiers.staged_io import Staging
 from commutator_engine_kit.nixl.agent import TransferAgent
 
 

@@ -14,14 +14,9 @@ from tests.support.kv_tiers import DRAM, nvme
 from commutator.contract.tier import UNBOUNDED, StoredBlock
 from commutator_engine_kit.kv.admin import KvAdmin, LocatedPrompt
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import (
-    BlockIo,
-    IoContext,
-    LoadBlock,
-    StoreBlock,
-    Unstored,
-)
+from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
 from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 KEYS = chain(1, 3)

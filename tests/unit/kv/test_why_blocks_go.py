@@ -6,7 +6,7 @@ from tests.support.kv_world import KvWorld, stored
 
 from commutator_engine_kit.kv.block_manager.actions import FreeBlocks, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.lru import Lru
 
 KEYS = [number.to_bytes(32, "little") for number in range(3)]

@@ -13,8 +13,7 @@ from tests.support.transfer import Buffer, open_file
 
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferError
-from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import TransferPath
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 
 MIB = 1 << 20
 

@@ -12,9 +12,8 @@ from tests.support.transfer import Buffer, blocks_of, moves_between, open_file
 
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import Transfer, TransferAgent, TransferPath
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import Transfer, TransferPath
 
 MIB = 1 << 20
 BLOCK = MIB // 2

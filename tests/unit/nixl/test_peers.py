@@ -14,9 +14,8 @@ from tests.support.transfer import Buffer, PeerProcess, blocks_of, moves_between
 
 from commutator.contract.tier import Direction, Memory
 from commutator.errors import TransferError, TransferTimeoutError
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import Transfer, TransferAgent, TransferPath
 from commutator_engine_kit.nixl.moves import MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import Transfer, TransferPath
 
 MIB = 1 << 20
 SIZE = 64 * MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator_engine_kit.nixl.transfer import POLL_S, poll_pause_s
+from commutator_engine_kit.nixl.agent import POLL_S, poll_pause_s
 
 
 @given(st.floats(0, 100))

@@ -11,8 +11,7 @@ from tests.support.transfer import Buffer
 
 from commutator.contract.tier import Direction, Memory, Span
 from commutator.errors import TransferError
-from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import Request, Transfer, TransferPath
+from commutator_engine_kit.nixl.agent import Request, Transfer, TransferAgent, TransferPath
 
 
 @define

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from commutator.contract.tier import StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import (
-    BlockIo,
-    IoContext,
-    LoadBlock,
-    StoreBlock,
-    Unstored,
-)
+from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
+from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import Batch
 from commutator_reference.engine import EngineOptions

@@ -13,7 +13,7 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.arena import block_bytes

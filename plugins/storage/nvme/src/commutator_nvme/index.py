@@ -5,25 +5,35 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from commutator import Slot, StoredBlock
 from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
+from commutator_engine_kit.kv import checksum
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
-from commutator_nvme.layout import HEADER_BYTES, Header, Layout, digest_of, parse_header
 from commutator_nvme.owners import Owner, Owners
 from commutator_nvme.records import RecordFormat, Recovered
-from commutator_nvme.segments import Segments
+from commutator_nvme.segments import PAGE_BYTES, Layout, Segments, digest_of
 
-__all__ = ["Index"]
+__all__ = ["HEADER_BYTES", "Header", "Index", "parse_header"]
 
 log = logging.getLogger(__name__)
+
+HEADER_BYTES = 2 * PAGE_BYTES
+"""The first two pages of the index: two copies of its header."""
+
+_MAGIC = b"CMTNVIDX"
+_VERSION = 2
+# magic | version | nonce | identity | bytes of a block | its tokens | of a slot | slots in a file
+_FIELDS = struct.Struct("<8sI4xQ32sQQQQ")
+_CHECKSUM = struct.Struct("<Q")
 
 _CHUNK_SLOTS = 1 << 16
 
@@ -175,6 +185,53 @@ class Index:
     def _check_present(self) -> None:
         if not os.fstat(self._descriptor).st_nlink:
             raise TierError(f"nvme: {self._path} was removed; close and open the tier again")
+
+
+@frozen(kw_only=True)
+class Header:
+    """An index's layout and random nonce, which makes records of other indexes invalid."""
+
+    nonce: int
+    layout: Layout
+
+    def pack(self) -> bytes:
+        """``HEADER_BYTES`` bytes."""
+        layout = self.layout
+        fields = _FIELDS.pack(
+            _MAGIC,
+            _VERSION,
+            self.nonce,
+            layout.identity,
+            layout.block_bytes,
+            layout.block_tokens,
+            layout.slot_bytes,
+            layout.segment_slots,
+        )
+        page = fields + _CHECKSUM.pack(checksum(fields))
+        return page.ljust(PAGE_BYTES, b"\0") * 2
+
+
+def parse_header(data: bytes) -> Header | None:
+    """Read the header from either copy; None when neither is intact and of this version."""
+    for copy in (data[:PAGE_BYTES], data[PAGE_BYTES:HEADER_BYTES]):
+        if len(copy) < PAGE_BYTES:
+            return None
+        fields = copy[: _FIELDS.size]
+        (stored,) = _CHECKSUM.unpack_from(copy, _FIELDS.size)
+        magic, version, nonce, identity, block_bytes, block_tokens, slot_bytes, segment_slots = (
+            _FIELDS.unpack(fields)
+        )
+        if magic == _MAGIC and version == _VERSION and stored == checksum(fields):
+            layout = Layout(
+                identity=identity,
+                block_bytes=block_bytes,
+                block_tokens=block_tokens,
+                slot_bytes=slot_bytes,
+                segment_slots=segment_slots,
+                slots=0,
+            )
+            return Header(nonce=nonce, layout=layout)
+    return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from commutator.errors import TierError, TransferError
 from commutator_engine_kit.nixl import TransferAgent, TransferPath
 from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
 from commutator_nvme.files import disk_errors
-from commutator_nvme.layout import PAGE_BYTES
+from commutator_nvme.segments import PAGE_BYTES
 
 __all__ = ["Access", "find_access"]
 

@@ -1,22 +1,98 @@
-"""The preallocated files with the blocks' bytes."""
+"""The preallocated files with the blocks' bytes, and the layout of slots in them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from attrs import field, frozen
 
-from commutator import Memory, Region, Slot, Span
+from commutator import Memory, Region, Slot, SlotGeometry, Span
 from commutator.errors import TierError
+from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import Files, disk_errors
-from commutator_nvme.layout import Layout
 
-__all__ = ["Segments", "check_room"]
+__all__ = ["PAGE_BYTES", "Layout", "Segments", "check_room", "digest_of"]
+
+PAGE_BYTES = 4096
+"""Direct I/O needs addresses, offsets and sizes that are multiples of the disk's sector."""
 
 _NAME = "segment-"
+
+
+def digest_of(identity: str) -> bytes:
+    """``Layout.identity`` for ``SlotGeometry.identity``."""
+    return sha256(identity.encode()).digest()
+
+
+@frozen(kw_only=True)
+class Layout:
+    """The properties of a folder that are fixed while it has blocks, and its capacity."""
+
+    identity: bytes
+    """SHA-256 of the deployment's cache identity."""
+    block_bytes: int
+    block_tokens: int
+    slot_bytes: int
+    """Distance between slots; a multiple of a page."""
+    segment_slots: int
+    """Slots in one file; the last file may have fewer."""
+    slots: int = field(eq=False)
+    """The capacity, which may change at a restart."""
+
+    @classmethod
+    def of(cls, config: NvmeConfig, geometry: SlotGeometry) -> Layout:
+        """The layout for a configuration. Raises TierError when not even one slot fits."""
+        slot_bytes = -(-geometry.slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        layout = cls(
+            identity=digest_of(geometry.identity),
+            block_bytes=geometry.block_bytes,
+            block_tokens=geometry.block_tokens,
+            slot_bytes=slot_bytes,
+            segment_slots=max(1, config.segment_size // slot_bytes),
+            slots=config.capacity // slot_bytes,
+        )
+        if not layout.slots:
+            raise TierError(
+                f"nvme: a capacity of {config.capacity} bytes is less than one block; "
+                f"set it to at least {slot_bytes}"
+            )
+        return layout
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return self.slots * self.slot_bytes
+
+    def segment_of(self, slot: int) -> int:
+        """The number of the file with the slot."""
+        return slot // self.segment_slots
+
+    def offset_of(self, slot: int) -> int:
+        """The slot's offset in its file."""
+        return slot % self.segment_slots * self.slot_bytes
+
+    def segment_bytes(self) -> list[int]:
+        """The size of each file."""
+        full, rest = divmod(self.slots, self.segment_slots)
+        return [self.segment_slots * self.slot_bytes] * full + [rest * self.slot_bytes] * bool(rest)
+
+    def difference(self, other: Layout) -> str | None:
+        """Why blocks of ``other`` cannot be used with this layout, as text; None if they can."""
+        if other.identity != self.identity:
+            return "belong to another model, tokenizer, dtype, parallel layout, codec or key"
+        if other != self:
+            return (
+                f"have {other.block_bytes} bytes and {other.block_tokens} tokens in slots of "
+                f"{other.slot_bytes} bytes and files of {other.segment_slots} slots, not "
+                f"{self.block_bytes}, {self.block_tokens}, {self.slot_bytes} and "
+                f"{self.segment_slots}"
+            )
+        return None
 
 
 def check_room(folder: Path, layout: Layout) -> None:

@@ -13,9 +13,8 @@ from commutator_engine_kit.kv import OpenedSlots, SlotTier
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import Files, lock_folder, make_folder
 from commutator_nvme.index import Index
-from commutator_nvme.layout import PAGE_BYTES, Layout
 from commutator_nvme.probe import Access, find_access
-from commutator_nvme.segments import Segments, check_room
+from commutator_nvme.segments import PAGE_BYTES, Layout, Segments, check_room
 
 __all__ = ["NvmeTier"]
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     )
     from commutator_engine_kit.kv.block_manager.admission import AdmissionRule, admission_rules
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-    from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
     from commutator_engine_kit.kv.block_manager.manager import BlockManager
+    from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
     from commutator_engine_kit.kv.connector import KvConnector
-    from commutator_engine_kit.kv.event_queue import FinishedOnboard, OnboardTicket, Polled
     from commutator_engine_kit.kv.loads import Loads
     from commutator_engine_kit.kv.lookups import Lookups
     from commutator_engine_kit.kv.stores import Stores
+    from commutator_engine_kit.kv.tier_stack import FinishedOnboard, OnboardTicket, Polled
     from commutator_engine_kit.kv.tiers.setup import eviction_factory
     from commutator_engine_kit.kv.tiers.slot_tier import OpenedSlots, SlotTier
 
@@ -77,11 +77,11 @@ _HOMES = (
     "commutator_engine_kit.kv.block_manager.actions",
     "commutator_engine_kit.kv.block_manager.admission",
     "commutator_engine_kit.kv.block_manager.block_pool",
-    "commutator_engine_kit.kv.block_manager.break_even",
+    "commutator_engine_kit.kv.block_manager.onboard",
     "commutator_engine_kit.kv.block_manager.manager",
     "commutator_engine_kit.kv.tiers.setup",
     "commutator_engine_kit.kv.tiers.slot_tier",
-    "commutator_engine_kit.kv.event_queue",
+    "commutator_engine_kit.kv.tier_stack",
     "commutator_engine_kit.kv.lookups",
     "commutator_engine_kit.kv.loads",
     "commutator_engine_kit.kv.stores",

@@ -22,9 +22,9 @@ from commutator.contract.worker import (
 from commutator.errors import EngineError
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency, LoadResult
 from commutator_engine_kit.kv.connector import KvConnector
-from commutator_engine_kit.kv.tiers.block_io import IoContext
+from commutator_engine_kit.kv.stores import PART_BLOCKS
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
-from commutator_engine_kit.kv.tiers.jobs import PART_BLOCKS
+from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = ["DeviceBlocks", "KvAdmin", "LocatedPrompt"]
 

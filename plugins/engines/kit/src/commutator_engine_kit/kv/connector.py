@@ -23,21 +23,20 @@ from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
 from commutator_engine_kit.kv.block_manager.admission import count_uses
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
-from commutator_engine_kit.kv.event_queue import (
-    EventQueue,
-    FinishedOnboard,
-    OnboardTicket,
-    Polled,
-)
 from commutator_engine_kit.kv.lending import TierExporter, lend
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.lookups import Lookups
 from commutator_engine_kit.kv.stores import Stores
-from commutator_engine_kit.kv.tier_stack import TierStack
-from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tier_stack import (
+    EventQueue,
+    FinishedOnboard,
+    OnboardTicket,
+    Polled,
+    TierStack,
+)
+from commutator_engine_kit.kv.tiers.block_io import STAGING_BLOCKS, Staging
+from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
 from commutator_engine_kit.kv.tiers.setup import TierEntries, TierSetup, read_tiers
-from commutator_engine_kit.kv.tiers.staged_io import STAGING_BLOCKS, Staging
-from commutator_engine_kit.kv.tiers.thread import Job, TierThread
 
 __all__ = ["FinishedOnboard", "KvConnector", "OnboardTicket", "Polled"]
 

@@ -21,9 +21,8 @@ from commutator.contract.tier import (
 from commutator.contract.worker import ExportStatistics
 from commutator.errors import CommutatorError, EngineHandoverError, TierError
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
-from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
 from commutator_engine_kit.kv.tiers.guards import GuardedTier
-from commutator_engine_kit.kv.tiers.thread import TierThread
 from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest, ReadyBlock

@@ -15,16 +15,16 @@ from commutator.contract.block import BlockKey
 from commutator.contract.tier import Span
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency, LoadResult
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
-from commutator_engine_kit.kv.event_queue import (
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
+from commutator_engine_kit.kv.tier_stack import (
     FinishedOnboard,
     OnboardTicket,
+    TierStack,
     settle,
     uncancellable,
 )
-from commutator_engine_kit.kv.tier_stack import TierStack
-from commutator_engine_kit.kv.tiers.block_io import IoContext
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = ["Loads"]
 

@@ -16,12 +16,10 @@ from commutator.contract.block import BlockKey, CacheIdentity, block_keys
 from commutator.contract.tier import StoredBlock
 from commutator.contract.worker import BlockExplanation
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
-from commutator_engine_kit.kv.event_queue import OnboardTicket
+from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.loads import Loads
-from commutator_engine_kit.kv.tier_stack import TierStack
-from commutator_engine_kit.kv.tiers.executor import TierExecutor
-from commutator_engine_kit.kv.tiers.thread import TierThread
+from commutator_engine_kit.kv.tier_stack import OnboardTicket, TierStack
+from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
 
 __all__ = ["Lookups"]
 

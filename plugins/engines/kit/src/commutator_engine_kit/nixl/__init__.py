@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.library import load_nixl
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
-from commutator_engine_kit.nixl.transfer import TransferPath
 
 __all__ = [
     "BlockMove",

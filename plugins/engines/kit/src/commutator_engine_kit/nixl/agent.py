@@ -4,28 +4,278 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from commutator.contract.tier import Memory, Region, Span
-from commutator.errors import TransferError, TransferTimeoutError
+from attrs import define, field, frozen
+
+from commutator.contract.tier import Direction, Memory, Region, Span
+from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.library import (
     create_backend,
     make_agent,
     make_gpu_current,
     nixl_errors,
 )
-from commutator_engine_kit.nixl.transfer import (
-    POLL_S,
-    BlockList,
-    BlockLists,
-    Request,
-    Transfer,
-    TransferPath,
-)
 
-__all__ = ["TransferAgent"]
+__all__ = [
+    "POLL_S",
+    "BlockList",
+    "BlockLists",
+    "Request",
+    "Transfer",
+    "TransferAgent",
+    "TransferPath",
+    "poll_pause_s",
+]
+
+log = logging.getLogger(__name__)
+
+POLL_S = 100e-6
+"""The pause between two checks of transfers: short beside a disk's time for a megabyte, and long
+enough for other threads to run."""
+
+_LONGEST_POLL_S = 1e-3
+_CHECKS_PER_WAIT = 10
+
+
+def poll_pause_s(waited_s: float) -> float:
+    """The pause before the next check, ``waited_s`` after the last change.
+
+    A tenth of the wait so far delays a result by a tenth at most. Checking an object store's slow
+    transfers every 100 us would cost as much CPU as the transfers themselves.
+    """
+    return min(_LONGEST_POLL_S, max(POLL_S, waited_s / _CHECKS_PER_WAIT))
+
+
+@frozen
+class BlockList:
+    """Block ``i`` of a registered region begins ``i * block_bytes`` after the region's address."""
+
+    memory: Memory
+    span: Span
+    block_bytes: int
+    backend: str
+    owner: str
+    """The agent whose region it is."""
+
+    def indices(self, spans: Sequence[Span]) -> list[int] | None:
+        """The blocks in these spans; None unless every span consists of whole blocks."""
+        base, size, device = self.span.address, self.block_bytes, self.span.device
+        count = self.span.size_bytes // size
+        found: list[int] = []
+        for span in spans:
+            first, within = divmod(span.address - base, size)
+            blocks, rest = divmod(span.size_bytes, size)
+            if within or rest or not blocks or span.device != device:
+                return None
+            if first < 0 or first + blocks > count:
+                return None
+            found.extend(range(first, first + blocks))
+        return found
+
+
+@define
+class BlockLists:
+    """The lists of one agent. NIXL prepares a list separately for each side of a transfer."""
+
+    _nixl: Any
+    _lists: list[BlockList] = field(factory=list)
+    _handles: dict[tuple[BlockList, str], Any] = field(factory=dict)
+
+    def add(self, blocks: BlockList) -> None:
+        """Prepare this list once its blocks are first moved."""
+        if blocks not in self._lists:
+            self._lists.append(blocks)
+
+    def select(
+        self, spans: Sequence[Span], memory: Memory, backend: str, owner: str, *, local: bool
+    ) -> tuple[Any, list[int]] | None:
+        """The NIXL handle of a list with all these blocks, and their indices; None without such.
+
+        Raises TransferError when the list's region is not registered.
+        """
+        for blocks in self._lists:
+            if (blocks.memory, blocks.backend, blocks.owner) != (memory, backend, owner):
+                continue
+            indices = blocks.indices(spans)
+            if indices is not None:
+                handle = self._handle(blocks, _LOCAL_SIDE if local else owner)
+                return handle, indices
+        return None
+
+    def remove_owner(self, owner: str) -> None:
+        """Forget the lists of one agent's regions."""
+        self._remove([blocks for blocks in self._lists if blocks.owner == owner])
+
+    def remove_within(self, memory: Memory, span: Span, owner: str) -> None:
+        """Forget the lists within a region."""
+        end = span.address + span.size_bytes
+        self._remove(
+            [
+                blocks
+                for blocks in self._lists
+                if (blocks.memory, blocks.owner) == (memory, owner)
+                and blocks.span.device == span.device
+                and span.address <= blocks.span.address < end
+            ]
+        )
+
+    def remove_all(self) -> None:
+        self._remove(list(self._lists))
+
+    def _remove(self, gone: Sequence[BlockList]) -> None:
+        for key in [key for key in self._handles if key[0] in gone]:
+            with nixl_errors("release a prepared list"):
+                self._handles.pop(key).release()
+        self._lists = [blocks for blocks in self._lists if blocks not in gone]
+
+    def _handle(self, blocks: BlockList, side: str) -> Any:
+        if (blocks, side) not in self._handles:
+            import numpy as np
+
+            span, size = blocks.span, blocks.block_bytes
+            strided = [[span.address, size, span.device, size, span.size_bytes // size]]
+            with nixl_errors(f"prepare blocks of {blocks.memory} for {blocks.backend}"):
+                self._handles[blocks, side] = self._nixl.prep_xfer_dlist(
+                    side, np.array(strided, dtype=np.uint64), str(blocks.memory), [blocks.backend]
+                )
+        return self._handles[blocks, side]
+
+
+@frozen
+class TransferPath:
+    """Between which kinds of memory bytes move, which way, and by which backend of NIXL."""
+
+    direction: Direction
+    local_memory: Memory
+    remote_memory: Memory
+    backend: str
+    peer: str | None = None
+    """The agent whose memory the remote side is; None: this agent's own, or a medium."""
+
+
+@frozen
+class Request:
+    """Spans to be moved, each to or from the one at the same position on the other side."""
+
+    path: TransferPath
+    local: Sequence[Span]
+    remote: Sequence[Span]
+    own_regions: Sequence[Region] = ()
+
+    def __str__(self) -> str:
+        path, size_bytes = self.path, sum(span.size_bytes for span in self.local)
+        where = f" of peer {path.peer}" if path.peer else ""
+        return f"{path.direction} {size_bytes} B of {path.remote_memory}{where} by {path.backend}"
+
+    def make_handle(self, nixl: Any, name: str, lists: BlockLists) -> Any:
+        """Make the NIXL handle, from prepared lists where both sides have them.
+
+        Raises TransferError when memory is not registered, or sizes differ.
+        """
+        path = self.path
+        direction, backend, owner = str(path.direction), path.backend, path.peer or name
+        with nixl_errors(self):
+            ours = lists.select(self.local, path.local_memory, backend, name, local=True)
+            if ours is not None:
+                theirs = lists.select(self.remote, path.remote_memory, backend, owner, local=False)
+                if theirs is not None:
+                    return nixl.make_prepped_xfer(direction, *ours, *theirs, b"", [backend])
+            local = nixl.get_xfer_descs(list(self.local), str(path.local_memory))
+            remote = nixl.get_xfer_descs(list(self.remote), str(path.remote_memory))
+            return nixl.initialize_xfer(direction, local, remote, owner, b"", [backend])
+
+
+@define(eq=False)
+class Transfer:
+    """Bytes under way. Both sides must stay as they are until it is done.
+
+    A transfer is never released early: NIXL allows that while bytes still arrive, and a file read
+    released so makes later reads on the same agent end too early. To give up on a transfer only
+    means to wait for it elsewhere, in ``TransferAgent.reap``.
+    """
+
+    token: int
+    """The transfer's number, unique within the process."""
+    request: Request
+    _nixl: Any = field(repr=False)
+    _handle: Any = field(repr=False)
+    _on_end: Callable[[Transfer], None] = field(repr=False)
+    moved_bytes: int = 0
+    """Bytes moved, from NIXL's telemetry; set on success if the telemetry has it."""
+    abandoned: bool = False
+    """The caller has given up; the memory stays pinned until ``TransferAgent.reap``."""
+    _ended: bool = False
+    _error: TransferError | None = None
+
+    def done(self) -> bool:
+        """Whether every byte has arrived. Never waits.
+
+        Raises TransferError when it failed. The destination may then be partly overwritten, but
+        nothing writes to it any more.
+        """
+        if not self._ended:
+            self._check(lambda: self._nixl.check_xfer_state(self._handle))
+        if self._error is not None:
+            raise self._error
+        return self._ended
+
+    def wait(self, timeout_s: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Return when every byte has arrived.
+
+        Raises TransferError when it failed, TransferTimeoutError after ``timeout_s``, and
+        TransferCancelledError once ``cancelled`` returns True. After the latter two the
+        memory stays pinned until ``TransferAgent.reap`` returns the token.
+        """
+        started_s = time.monotonic()
+        deadline_s = started_s + timeout_s
+        while not self.done():
+            if cancelled():
+                self.abandoned = True
+                raise TransferCancelledError(f"{self.request} was cancelled", self.token)
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                self.abandoned = True
+                raise TransferTimeoutError(f"{self.request} took over {timeout_s} s", self.token)
+            time.sleep(poll_pause_s(now_s - started_s))
+
+    def post(self) -> None:
+        """Begin. Called once, by the agent."""
+        self._check(lambda: self._nixl.transfer(self._handle))
+
+    def _check(self, call: Callable[[], str]) -> None:
+        try:
+            with nixl_errors(self.request):
+                state = call()
+            if state == "PROC":
+                return
+            if state != "DONE":
+                self._error = TransferError(f"NIXL could not {self.request}: {state}")
+        except TransferError as error:
+            self._error = error
+        self._ended = True
+        if self._error is None:
+            self.moved_bytes = self._telemetry_bytes()
+        try:
+            with nixl_errors("release a transfer"):
+                self._handle.release()
+        finally:
+            self._on_end(self)
+
+    def _telemetry_bytes(self) -> int:
+        try:
+            return int(self._nixl.get_xfer_telemetry(self._handle).totalBytes)
+        except Exception:
+            # The bytes have arrived; only their count is too low.
+            log.debug("NIXL cannot count the bytes that it moved", exc_info=True)
+            return 0
+
+
+_LOCAL_SIDE = "NIXL_INIT_AGENT"
+
 
 _tokens = itertools.count(1)
 _still_writing: list[object] = []

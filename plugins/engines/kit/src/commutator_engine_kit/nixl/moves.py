@@ -12,8 +12,7 @@ from attrs import frozen
 
 from commutator.contract.tier import Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
-from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import Transfer, TransferPath, poll_pause_s
+from commutator_engine_kit.nixl.agent import Transfer, TransferAgent, TransferPath, poll_pause_s
 
 __all__ = [
     "BATCH_BYTES",

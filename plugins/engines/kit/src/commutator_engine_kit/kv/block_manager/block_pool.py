@@ -20,10 +20,11 @@ from commutator.contract.block import (
 from commutator.contract.eviction import EvictionPolicy
 from commutator.contract.principal import SALT_SEPARATOR
 from commutator_engine_kit.kv.block_manager.admission import AdmissionRule
-from commutator_engine_kit.kv.block_manager.break_even import LoadCost, LoadSpeed
 
 __all__ = [
     "EdgeCounts",
+    "LoadCost",
+    "LoadSpeed",
     "Quota",
     "Retention",
     "TierBlockPool",
@@ -32,6 +33,17 @@ __all__ = [
     "Waiting",
     "count",
 ]
+
+
+@frozen(kw_only=True)
+class LoadCost:
+    """A load of n blocks takes ``latency_s + n * block_s``."""
+
+    latency_s: float
+    block_s: float
+
+    def of(self, blocks: int) -> float:
+        return self.latency_s + blocks * self.block_s if blocks else 0.0
 
 
 @frozen(kw_only=True)
@@ -358,6 +370,58 @@ class Retention:
         live = {key: retained.expires_s for key, retained in self._retained.items()}
         self._expiries = [(at_s, key) for key, at_s in live.items() if at_s is not None]
         heapq.heapify(self._expiries)
+
+
+_FORGETTING = 0.9
+"""The weight of a measurement is multiplied by this at each later one."""
+
+_SPREAD = 1e-3
+"""Below this relative variance of batch sizes, latency cannot be separated from bandwidth."""
+
+
+class LoadSpeed:
+    """The cost of loads from one tier: a line fitted to the latest loads.
+
+    Least squares over (blocks, seconds) with exponential forgetting; neither part is negative.
+    """
+
+    def __init__(self, guess: LoadCost | None = None) -> None:
+        self.cost = guess
+        """None before the first measurement."""
+        self.measured_s: float | None = None
+        """When a load was last measured."""
+        self._weight = self._n = self._t = self._nn = self._nt = 0.0
+        if guess is not None:
+            for blocks in (1, 64):
+                self._add(blocks, guess.of(blocks))
+
+    def measured(self, blocks: int, seconds: float, now_s: float) -> None:
+        """``blocks`` were loaded together in ``seconds``."""
+        if blocks < 1 or seconds < 0:
+            return
+        self._add(blocks, seconds)
+        self.cost = self._fitted()
+        self.measured_s = now_s
+
+    def _add(self, blocks: int, seconds: float) -> None:
+        keep = _FORGETTING
+        self._weight = self._weight * keep + 1
+        self._n = self._n * keep + blocks
+        self._t = self._t * keep + seconds
+        self._nn = self._nn * keep + blocks * blocks
+        self._nt = self._nt * keep + blocks * seconds
+
+    def _fitted(self) -> LoadCost:
+        spread = self._weight * self._nn - self._n * self._n
+        if spread <= _SPREAD * self._n * self._n:
+            return LoadCost(latency_s=0.0, block_s=self._t / self._n)
+        slope = (self._weight * self._nt - self._n * self._t) / spread
+        if slope <= 0:
+            return LoadCost(latency_s=self._t / self._weight, block_s=0.0)
+        latency_s = (self._t - slope * self._n) / self._weight
+        if latency_s <= 0:
+            return LoadCost(latency_s=0.0, block_s=self._nt / self._nn)
+        return LoadCost(latency_s=latency_s, block_s=slope)
 
 
 _MOST_REASONS = 32

@@ -23,11 +23,15 @@ from commutator.contract.worker import (
 from commutator_engine_kit.kv.block_manager.actions import DEVICE, Action, FreeBlocks, LoadResult
 from commutator_engine_kit.kv.block_manager.admission import UseCounts, count_uses
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, TierSpec
-from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
 from commutator_engine_kit.kv.block_manager.explain import explain
 from commutator_engine_kit.kv.block_manager.index import BlockIndex
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
-from commutator_engine_kit.kv.block_manager.onboard import OnboardPlan, OnboardScheduler, prefetch
+from commutator_engine_kit.kv.block_manager.onboard import (
+    OnboardPlan,
+    OnboardScheduler,
+    PrefillSpeed,
+    prefetch,
+)
 
 __all__ = ["BlockManager", "check_integrity"]
 

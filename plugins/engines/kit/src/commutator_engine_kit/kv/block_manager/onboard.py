@@ -1,4 +1,4 @@
-"""Onboarding: which blocks to load into the device, and the measurement of finished loads."""
+"""Onboarding: which blocks are worth loading into the device, and what finished loads show."""
 
 from __future__ import annotations
 
@@ -10,15 +10,36 @@ from attrs import define, frozen
 from commutator.contract.block import BlockKey
 from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult
 from commutator_engine_kit.kv.block_manager.admission import UseCounts
-from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, count
-from commutator_engine_kit.kv.block_manager.break_even import BreakEven, PrefillSpeed, best_prefix
+from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierBlockPool, count
 from commutator_engine_kit.kv.block_manager.index import BlockIndex
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 
-__all__ = ["OnboardPlan", "OnboardScheduler", "prefetch"]
+__all__ = [
+    "BreakEven",
+    "OnboardPlan",
+    "OnboardScheduler",
+    "PrefillSpeed",
+    "best_prefix",
+    "prefetch",
+]
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a slow tier again."""
+
+
+@frozen(kw_only=True)
+class PrefillSpeed:
+    """The measured speed at which the engine computes prompts."""
+
+    tokens_per_s: float | None
+    """None while unknown: then everything is loaded."""
+    block_size: int
+    """Tokens in a block."""
+
+    @property
+    def block_s(self) -> float | None:
+        """Seconds to compute one block; None while unknown."""
+        return self.block_size / self.tokens_per_s if self.tokens_per_s else None
 
 
 @frozen(kw_only=True)
@@ -164,6 +185,43 @@ def _slower(gate: BreakEven, found: int) -> str:
     prefill_s = gate.prefill_s or 0.0
     text = f"slower than recompute: {gate.load_s * 1e3:.1f} ms against {prefill_s * 1e3:.1f} ms"
     return f"{text} for all {found} blocks" if gate.blocks else text
+
+
+@frozen(kw_only=True)
+class BreakEven:
+    """How many of the blocks found are worth loading."""
+
+    blocks: int
+    load_s: float
+    """Predicted seconds to load all blocks found."""
+    prefill_s: float | None
+    """Predicted seconds to compute them; None while unknown."""
+
+
+def best_prefix(
+    tiers: Sequence[int], costs: Mapping[int, LoadCost | None], prefill: PrefillSpeed
+) -> BreakEven:
+    """The longest prefix for which loading it and computing the rest takes the least time.
+
+    ``tiers`` has the tier of each block. Tiers load in parallel, each in one batch. A tier of
+    unknown cost counts as free, so that its loads get measured.
+    """
+    block_s = prefill.block_s
+    counts: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    best, least, load_s = 0, float("inf"), 0.0
+    if block_s is not None:
+        least = len(tiers) * block_s
+    for number, tier in enumerate(tiers, start=1):
+        counts[tier] = counts.get(tier, 0) + 1
+        cost = costs.get(tier)
+        seconds[tier] = cost.of(counts[tier]) if cost is not None else 0.0
+        load_s = max(load_s, seconds[tier])
+        total = load_s + (len(tiers) - number) * (block_s or 0.0)
+        if block_s is None or total <= least:
+            best, least = number, total
+    prefill_s = None if block_s is None else len(tiers) * block_s
+    return BreakEven(blocks=best, load_s=load_s, prefill_s=prefill_s)
 
 
 _MOST_SHARE = 0.25

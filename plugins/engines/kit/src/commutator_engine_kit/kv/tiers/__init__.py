@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 from commutator_engine_kit.faces import face
 
 if TYPE_CHECKING:
-    from commutator_engine_kit.kv.tiers.block_io import (
-        BlockIo,
-        IoContext,
-        LoadBlock,
-        StoreBlock,
-        Unstored,
-    )
+    from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
     from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+    from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = [
     "HEADER_BYTES",
@@ -27,6 +22,10 @@ __all__ = [
     "Unstored",
 ]
 
-_HOMES = ("commutator_engine_kit.kv.tiers.block_io", "commutator_engine_kit.kv.tiers.codecs")
+_HOMES = (
+    "commutator_engine_kit.kv.tiers.block_io",
+    "commutator_engine_kit.kv.tiers.codecs",
+    "commutator_engine_kit.kv.tiers.mover",
+)
 
 __getattr__ = face(__name__, __all__, _HOMES)

@@ -28,13 +28,8 @@ from commutator.contract.tier import (
 )
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import (
-    BlockIo,
-    IoContext,
-    LoadBlock,
-    StoreBlock,
-    Unstored,
-)
+from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
+from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = [
     "Bandwidth",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
+from attrs import define, field
+
 from commutator.contract.tier import Direction, Memory, RemoteAgent, Slot, Span, StorageTier
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.kv.arena import Arena, BlockArena
-from commutator_engine_kit.kv.tiers.block_io import IoContext
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.moves import (
     BlockMove,
     MoveLimits,
@@ -20,9 +22,8 @@ from commutator_engine_kit.nixl.moves import (
     shares,
     when_whole,
 )
-from commutator_engine_kit.nixl.transfer import TransferPath
 
-__all__ = ["LocalMover", "TierMover"]
+__all__ = ["IoContext", "LocalMover", "TierMover"]
 
 LOCAL_BACKEND = "UCX"
 GPU_COPIES = {"ucx_error_handling_mode": "none"}
@@ -40,6 +41,24 @@ _MEMORY_TIMEOUT_S = 60.0
 
 _PART_BYTES = 8 << 20
 """Lanes take parts of about this size in turn, so that they end at nearly the same time."""
+
+
+@define
+class IoContext:
+    """A job's deadline, and whether it was cancelled."""
+
+    deadline_s: float
+    """On ``time.monotonic``'s clock."""
+    cancelled: Callable[[], bool] = field(default=lambda: False)
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop: the deadline has passed, or the job was cancelled."""
+        return self.cancelled() or self.remaining_s == 0
 
 
 class TierMover:

@@ -29,7 +29,7 @@ from commutator.schema.structure import StructureError, structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena
 from commutator_engine_kit.kv.block_manager.admission import admission_rules
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.tiers.block_io import BlockIo
+from commutator_engine_kit.kv.tiers.block_io import BlockIo, DirectIo, StagedIo, Staging
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, Gmac, Lz4, Zstd
 from commutator_engine_kit.kv.tiers.guards import (
     Bandwidth,
@@ -42,7 +42,6 @@ from commutator_engine_kit.kv.tiers.guards import (
     RetryIo,
 )
 from commutator_engine_kit.kv.tiers.mover import LocalMover, TierMover
-from commutator_engine_kit.kv.tiers.staged_io import DirectIo, StagedIo, Staging
 from commutator_engine_kit.nixl.agent import TransferAgent
 
 __all__ = [

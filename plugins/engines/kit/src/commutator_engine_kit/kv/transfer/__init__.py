@@ -12,9 +12,9 @@ from commutator_engine_kit.faces import face
 if TYPE_CHECKING:
     from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
     from commutator_engine_kit.kv.transfer.exporter import BlockExporter
-    from commutator_engine_kit.kv.transfer.geometry import BlockShapes
     from commutator_engine_kit.kv.transfer.protocol import (
         PROTOCOL,
+        BlockShapes,
         DecodeTransferParams,
         ExportedMemory,
         LentBlocks,
@@ -57,7 +57,6 @@ __all__ = [
 _HOMES = (
     "commutator_engine_kit.kv.transfer.event_loop",
     "commutator_engine_kit.kv.transfer.exporter",
-    "commutator_engine_kit.kv.transfer.geometry",
     "commutator_engine_kit.kv.transfer.protocol",
     "commutator_engine_kit.kv.transfer.puller",
     "commutator_engine_kit.kv.transfer.reader",

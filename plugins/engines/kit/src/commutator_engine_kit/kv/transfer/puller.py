@@ -15,8 +15,8 @@ from attrs import define, evolve, field, frozen
 from commutator.contract.request import GenerateRequest
 from commutator.contract.worker import KvTransferInfo, PullStatistics
 from commutator.errors import EngineError, EngineHandoverError
-from commutator_engine_kit.kv.transfer.geometry import BlockShapes
 from commutator_engine_kit.kv.transfer.protocol import (
+    BlockShapes,
     DecodeTransferParams,
     ExportedMemory,
     ExportState,

@@ -18,9 +18,8 @@ from attrs import define, field, frozen
 from commutator.contract.tier import Direction, Memory, Span
 from commutator.errors import CommutatorError, TransferError, TransferTimeoutError
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
-from commutator_engine_kit.kv.transfer.geometry import BlockShapes
-from commutator_engine_kit.kv.transfer.protocol import ExportedMemory, ReadyBlock
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.kv.transfer.protocol import BlockShapes, ExportedMemory, ReadyBlock
+from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath, poll_pause_s
 from commutator_engine_kit.nixl.moves import (
     BlockMove,
     BlockMoves,
@@ -30,7 +29,6 @@ from commutator_engine_kit.nixl.moves import (
     shares,
     when_whole,
 )
-from commutator_engine_kit.nixl.transfer import TransferPath, poll_pause_s
 
 __all__ = [
     "BlockMover",
