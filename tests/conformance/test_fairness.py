@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from commutator.contract.fairness import FairnessPolicy
-from commutator.fairness.guarded import Guarded
-from commutator.fairness.policies import Fifo, Weighted
+from commutator.fairness import Fifo, Guarded, Weighted
 from commutator_testing.fairness import FairnessContract
 
 

@@ -19,7 +19,7 @@ from commutator.contract.registration import (
     RegistryRegister,
 )
 from commutator.contract.registry import Registry, RegistryConfig
-from commutator.fairness.policies import Fifo, Weighted, WeightedConfig
+from commutator.fairness import Fifo, Weighted, WeightedConfig
 from commutator.hookspecs import hookimpl
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.process import LocalLauncher

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commutator.contract.fairness import FairnessPolicy
-from commutator.fairness.guarded import Guarded
-from commutator.fairness.policies import Fifo, Weighted
+from commutator.fairness import Fifo, Guarded, Weighted
 from commutator.routing.queue import Place, RequestQueue
 
 steps = st.lists(

@@ -16,7 +16,7 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from commutator.routing.migration import Cause, Fail, Finish, Migrate, Progress, cause_of, decide
+from commutator.routing.dispatch import Cause, Fail, Finish, Migrate, Progress, cause_of, decide
 
 CAUSES = st.sampled_from(Cause)
 LOSSES = st.sampled_from([cause for cause in Cause if cause is not Cause.OVERLOADED])

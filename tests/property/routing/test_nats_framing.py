@@ -13,7 +13,7 @@ from attrs import define, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commutator.kv_events.history import MessageHistory
+from commutator.kv_events.publisher import MessageHistory
 from commutator.kv_events.sequence import Action, Apply, EventSequence, Replay, Reset
 from commutator_nats.framing import Frame, Incoming, Reassembly, head, page, split
 

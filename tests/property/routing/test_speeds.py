@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.routing.disagg.prefill_pool import Line, Rate, SpeedMeter
 from commutator.routing.disagg.request import on_handover_failure
-from commutator.routing.disagg.speeds import Line, Rate, SpeedMeter
 
 SAMPLES = st.lists(
     st.tuples(st.integers(0, 10**10), st.floats(0, 1e3, allow_subnormal=False)), max_size=50

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.block import BlockStored
-from commutator.kv_events.history import MessageHistory
-from commutator.kv_events.publisher import EventPublisher, _Replay
+from commutator.kv_events.publisher import EventPublisher, MessageHistory, _Replay
 from commutator.trust import SECRET_FILE, RunSecret
 
 STORED = BlockStored(

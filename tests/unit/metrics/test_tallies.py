@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from commutator.metrics.families import Family
-from commutator.metrics.tallies import Counter, CounterGroup, Histogram
+from commutator.metrics.frontend import Counter, CounterGroup, Histogram
 
 BUCKETS = (0.5, 1, 2.5)
 LABELS = ("model", "reason")

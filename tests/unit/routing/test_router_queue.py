@@ -7,7 +7,7 @@ import contextlib
 
 from commutator.contract.routing import BusyConfig
 from commutator.errors import OverloadedError
-from commutator.fairness.policies import Weighted
+from commutator.fairness import Weighted
 from commutator.routing.queue import Place, RouterQueue
 
 

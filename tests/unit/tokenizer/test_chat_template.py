@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from commutator.errors import ConfigError, RequestError
-from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 

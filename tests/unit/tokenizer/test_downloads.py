@@ -16,8 +16,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.errors import ConfigError
 from commutator.plugins import load_plugins
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
-from commutator.tokenizer.downloads import download, is_model_name
-from commutator.tokenizer.load import locate_model
+from commutator.tokenizer.load import download, is_model_name, locate_model
 
 NAME = "some-one/some.model"
 Hub = Callable[[Exception | None], None]

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from commutator.contract.event_bus import EventBus, EventOutlet, EventStream
 from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
-from commutator.kv_events.history import RELAYED_BYTES, RELAYED_MESSAGES, MessageHistory
+from commutator.kv_events.publisher import RELAYED_BYTES, RELAYED_MESSAGES, MessageHistory
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.trust import is_loopback

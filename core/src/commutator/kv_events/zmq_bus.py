@@ -23,8 +23,12 @@ from commutator.contract.event_bus import (
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
 from commutator.kv_events.curve import read_with
-from commutator.kv_events.history import RELAYED_BYTES, RELAYED_MESSAGES
-from commutator.kv_events.publisher import MessagePublisher, end_context
+from commutator.kv_events.publisher import (
+    RELAYED_BYTES,
+    RELAYED_MESSAGES,
+    MessagePublisher,
+    end_context,
+)
 from commutator.trust import network_of_this_process
 
 __all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]

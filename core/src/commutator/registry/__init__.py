@@ -1,6 +1,5 @@
 """Who is alive: the registry in memory, its server and client, and what every kind needs."""
 
-from commutator.registry.changes import Watchers, description, difference, succession
-from commutator.registry.sealed import seal, unseal
+from commutator.registry.changes import Watchers, description, difference, seal, succession, unseal
 
 __all__ = ["Watchers", "description", "difference", "seal", "succession", "unseal"]

@@ -1,15 +1,29 @@
-"""The changes between two views of a registry, and their way to its watchers."""
+"""The changes between two views of a registry, their way to its watchers, and seals.
+
+A seal proves that a process of the run wrote a value that is kept outside of it: who else can write
+to the store, such as other users of the same etcd, cannot announce a worker, or drain one. It hides
+nothing, and does not keep an old value from being put back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hmac import compare_digest
 
 from commutator.contract.registry import LAPSED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import WorkerRecord
+from commutator.trust import proof_of_run
 
-__all__ = ["Watchers", "description", "difference", "succession"]
+__all__ = [
+    "Watchers",
+    "description",
+    "difference",
+    "seal",
+    "succession",
+    "unseal",
+]
 
 
 def description(holder: WorkerRecord) -> str:
@@ -63,3 +77,17 @@ class Watchers:
         """Give every watcher a batch of changes."""
         for queue in self._queues:
             queue.put_nowait(changes)
+
+
+_PURPOSE = "registry value"
+
+
+def seal(key: bytes, value: bytes) -> bytes:
+    """``value`` with the proof that a process of this run wrote it under ``key``."""
+    return proof_of_run(_PURPOSE, key, value).hex().encode() + b" " + value
+
+
+def unseal(key: bytes, sealed: bytes) -> bytes | None:
+    """The value that ``seal`` was given; None when no process of this run wrote it there."""
+    mac, _, value = sealed.partition(b" ")
+    return value if compare_digest(mac, proof_of_run(_PURPOSE, key, value).hex().encode()) else None

@@ -1,4 +1,4 @@
-"""The documents of a registry in memory, and the file that keeps them while it is stopped. Pure."""
+"""What outlives a registry in memory, in files: documents, and what operators want of workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ import msgspec
 from attrs import field, frozen
 
 from commutator.contract.registry import Document
+from commutator.contract.worker import Role
 from commutator.errors import RegistryError
 
-__all__ = ["Documents", "documents_file", "load_documents", "replace_file", "save_documents"]
+__all__ = [
+    "Desired",
+    "Documents",
+    "documents_file",
+    "load_desired",
+    "load_documents",
+    "replace_file",
+    "save_desired",
+    "save_documents",
+]
 
 _VERSION_BITS = 48
 """Of the number at which versions begin: those of an earlier registry are none here."""
@@ -81,3 +91,32 @@ def replace_file(path: Path, content: bytes) -> None:
         draft.replace(path)
     except OSError as error:
         raise RegistryError(f"registry.state_file: {path}: {error.strerror}") from error
+
+
+@frozen
+class Desired:
+    """What outlives leases. Worker ids stay in it until their workers are retired."""
+
+    draining: frozenset[str] = frozenset()
+    """Ids of workers that are drained until they are undrained."""
+    roles: Mapping[str, Role] = field(factory=dict)
+    """Roles that were changed, by worker id; they replace what the worker registers with."""
+
+
+def load_desired(path: Path) -> Desired:
+    """What the file holds; nothing when there is none. Raises RegistryError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Desired)
+    except FileNotFoundError:
+        return Desired()
+    except (OSError, msgspec.MsgspecError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise RegistryError(
+            f"registry.state_file: {path}: {what}; remove it to forget roles and draining"
+        ) from error
+
+
+def save_desired(path: Path, desired: Desired) -> None:
+    """Replace the file's content. Raises RegistryError."""
+    values = {"draining": sorted(desired.draining), "roles": dict(desired.roles)}
+    replace_file(path, msgspec.json.format(msgspec.json.encode(values)) + b"\n")

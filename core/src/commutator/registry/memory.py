@@ -29,11 +29,13 @@ from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError
 from commutator.registry.changes import Watchers, description, succession
-from commutator.registry.desired import Desired, load_desired, save_desired
 from commutator.registry.documents import (
+    Desired,
     Documents,
     documents_file,
+    load_desired,
     load_documents,
+    save_desired,
     save_documents,
 )
 

@@ -1,8 +1,8 @@
 """From a request to the worker that serves it.
 
 ``dispatcher`` takes a request. ``placement`` finds its worker: ``router`` asks the policy about
-candidates, ``queue`` holds the request while every worker is busy. ``dispatch`` follows it at its
-worker (``worker_request``) to the end; ``migration`` decides what follows a worker's failure.
+candidates, ``queue`` holds the request while every worker is busy. ``dispatch`` follows it to the
+end, and decides what follows a worker's failure.
 ``forward`` passes a request on as it came. ``disagg/`` prefills at one worker and decodes at
 another.
 

@@ -15,8 +15,7 @@ from commutator.contract.event_bus import EventBus
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig, RouterConfig
 from commutator.contract.tuning import Trial
-from commutator.fairness.guarded import Guarded
-from commutator.fairness.policies import Fifo, Weighted
+from commutator.fairness import Fifo, Guarded, Weighted
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad

@@ -18,7 +18,7 @@ from attrs import define, field
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig
 from commutator.errors import RoutingError
-from commutator.fairness.policies import Fifo
+from commutator.fairness import Fifo
 
 __all__ = [
     "Place",

@@ -22,9 +22,14 @@ from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planner.setup import planner_problems
-from commutator.tokenizer.chat_template import ChatTemplate
-from commutator.tokenizer.downloads import download, downloaded, is_model_name
-from commutator.tokenizer.load import load_text_model, locate_model
+from commutator.tokenizer.load import (
+    download,
+    downloaded,
+    is_model_name,
+    load_text_model,
+    locate_model,
+)
+from commutator.tokenizer.text_model import ChatTemplate
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
 __all__ = [

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from commutator.tokenizer.downloads import is_model_name
 from commutator.tokenizer.gguf import read_gguf_metadata, tokenizer_from_gguf
-from commutator.tokenizer.load import load_text_model, locate_model
+from commutator.tokenizer.load import is_model_name, load_text_model, locate_model
 from commutator.tokenizer.prompt_cache import PromptTokens
 from commutator.tokenizer.text_model import TextModel
 

@@ -1,20 +1,89 @@
-"""Loads a model's text side from a GGUF file or a Hugging Face directory."""
+"""Finds a model, here, in a package or on the Hugging Face Hub, and loads its text side."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError
-from commutator.tokenizer.downloads import downloaded, is_model_name
 from commutator.tokenizer.gguf import load_gguf
-from commutator.tokenizer.huggingface import load_huggingface
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = [
+    "download",
+    "downloaded",
+    "is_model_name",
+    "load_huggingface",
     "load_text_model",
     "locate_model",
 ]
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NOT_NEEDED = ["*.pt", "*.pth", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*", "*.gguf"]
+"""Weights in formats beside the one that engines read; together they often double the bytes."""
+
+
+def is_model_name(source: str) -> bool:
+    """Whether a source is like "Qwen/Qwen3-0.6B", and no path of a folder of this machine."""
+    return _NAME.fullmatch(source) is not None and not Path(source).parent.is_dir()
+
+
+def downloaded(name: str) -> Path | None:
+    """The directory of a model in the Hub's cache (HF_HOME); None if it is not there."""
+    # Imported on use, as it takes longer than everything that most commands do.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, local_files_only=True, ignore_patterns=_NOT_NEEDED))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return None
+    return path if (path / "config.json").is_file() else None
+
+
+def download(name: str) -> Path:
+    """Download a model, with progress bars on standard error. Raises ConfigError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        path = Path(snapshot_download(name, ignore_patterns=_NOT_NEEDED))
+    except GatedRepoError as error:
+        raise _problem(
+            name, "its owner gives access on request; ask on its page, and set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise _problem(
+            name, "the Hub has no such model; check the name, or set HF_TOKEN if it is private"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise _problem(
+            name,
+            f"the Hub cannot be reached ({reason}); download it on a machine with network by "
+            f"`hf download {name}`, and give the folder, or set HF_ENDPOINT to a mirror",
+        ) from error
+    if not (path / "config.json").is_file():
+        raise _problem(name, "it has no config.json; give the path of one of its .gguf files")
+    return path
+
+
+def _problem(name: str, text: str) -> ConfigError:
+    return ConfigError(
+        [f'"{name}" is no path here and cannot be downloaded: {text}'], "model source"
+    )
 
 
 def load_text_model(source: str | Path) -> TextModel:
@@ -79,3 +148,90 @@ def _in_package(name: str) -> Path:
             "model source",
         )
     return found[0]
+
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def load_huggingface(directory: Path) -> TextModel:
+    """Read tokenizer.json, config.json and, if they exist, three other files.
+
+    These are tokenizer_config.json, generation_config.json and chat_template.jinja. Raises
+    ConfigError naming the file at fault.
+    """
+    tokenizer_file = directory / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise ConfigError(
+            ["it is missing; save it with transformers: tokenizer.save_pretrained(directory)"],
+            str(tokenizer_file),
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError([f"not a readable tokenizer: {error}"], str(tokenizer_file)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read(directory / "config.json")
+    tokenizer_config = _read(directory / "tokenizer_config.json")
+    generation_config = _read(directory / "generation_config.json")
+    special_tokens = {
+        name: _token_text(tokenizer_config[name]) for name in _NAMED if tokenizer_config.get(name)
+    }
+    eos_ids = {
+        *_ids(generation_config.get("eos_token_id", config.get("eos_token_id"))),
+        *_ids(tokenizer.token_to_id(special_tokens.get("eos_token", ""))),
+    }
+    bos_id = config.get("bos_token_id")
+    if "bos_token" in special_tokens:
+        bos_id = tokenizer.token_to_id(special_tokens["bos_token"])
+    return TextModel(
+        tokenizer,
+        max_model_len=_max_model_len(config, directory),
+        eos_ids=frozenset(eos_ids),
+        bos_id=bos_id,
+        chat_template=_chat_template(directory, tokenizer_config),
+        special_tokens=special_tokens,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"not JSON: {error}"], str(path)) from error
+    if not isinstance(content, dict):
+        raise ConfigError(["expected a JSON object"], str(path))
+    return content
+
+
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _ids(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _max_model_len(config: Mapping[str, Any], directory: Path) -> int:
+    # Multimodal models nest the settings of the language model in text_config.
+    length = config.get("max_position_embeddings") or config.get("text_config", {}).get(
+        "max_position_embeddings"
+    )
+    if not isinstance(length, int):
+        raise ConfigError(["max_position_embeddings is missing"], str(directory / "config.json"))
+    return length
+
+
+def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default")
+    return template

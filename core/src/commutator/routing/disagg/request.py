@@ -24,8 +24,7 @@ from commutator.errors import (
     RoutingError,
 )
 from commutator.routing.disagg.prefill_pool import DisaggDecision, PrefillPool
-from commutator.routing.placement import Placement
-from commutator.routing.worker_request import WorkerRequest
+from commutator.routing.placement import Placement, WorkerRequest
 from commutator.routing.workers import LiveWorker
 
 __all__ = [

@@ -16,7 +16,7 @@ from commutator import (
     WorkerLoad,
 )
 from commutator.contract.routing import BusyConfig
-from commutator.routing.disagg.speeds import SpeedMeter
+from commutator.routing.disagg.prefill_pool import SpeedMeter
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue

@@ -145,8 +145,7 @@ def _ask_model(yes: bool) -> str:
 
 def _model_name(source: str) -> str:
     """What clients will call the model. Raises ConfigError when there is no model at ``source``."""
-    from commutator.tokenizer.downloads import is_model_name
-    from commutator.tokenizer.load import locate_model
+    from commutator.tokenizer.load import is_model_name, locate_model
 
     if is_model_name(source):
         return source.rpartition("/")[2]

@@ -1,8 +1,13 @@
-"""The fairness policies of core. Pure: calls change the counters, and ``rank`` reads them."""
+"""Whose waiting request is next: the kinds `weighted`, the default, and `fifo`.
+
+Pure: calls change the counters, and ``rank`` reads them.
+"""
 
 from __future__ import annotations
 
 import heapq
+import logging
+import math
 from typing import Annotated
 
 from attrs import define, field, frozen
@@ -12,9 +17,12 @@ from commutator.contract.settings import Bounds, setting
 
 __all__ = [
     "Fifo",
+    "Guarded",
     "Weighted",
     "WeightedConfig",
 ]
+
+log = logging.getLogger(__name__)
 
 _MOST_FLOWS = 4096
 """Flows of `weighted` that are remembered, at least; see ``Weighted._forget``."""
@@ -106,3 +114,63 @@ class Weighted(FairnessPolicy):
             self._virtual_time = max(self._virtual_time, largest[-1])
             kept = {flow: c for flow, c in kept.items() if c > self._virtual_time}
         self._counters = kept
+
+
+_LOG_EVERY = 1000
+
+
+class Guarded(FairnessPolicy):
+    """Passes every call on. A call that raises, or a rank that is no number, counts as rank 0.
+
+    The first of every 1,000 failures is logged.
+    """
+
+    def __init__(self, policy: FairnessPolicy) -> None:
+        self._policy = policy
+        self._failures = 0
+
+    def flow(self, principal: str | None) -> str | None:
+        try:
+            return self._policy.flow(principal)
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+            self._failed("flow", error)
+            return principal
+
+    def arrived(self, flow: str | None, weight: float) -> None:
+        try:
+            self._policy.arrived(flow, weight)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("arrived", error)
+
+    def admitted(self, flow: str | None) -> None:
+        try:
+            self._policy.admitted(flow)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("admitted", error)
+
+    def charge(
+        self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
+    ) -> None:
+        try:
+            self._policy.charge(flow, weight, prompt_tokens, generated_tokens)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("charge", error)
+
+    def rank(self, flow: str | None) -> float:
+        try:
+            rank = float(self._policy.rank(flow))
+            if math.isfinite(rank):
+                return rank
+            problem: Exception = ValueError(f"{rank} is no rank; return a finite number")
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = error
+        self._failed("rank", problem)
+        return 0.0
+
+    def _failed(self, method: str, error: Exception) -> None:
+        if self._failures % _LOG_EVERY == 0:
+            log.error("fairness policy %s failed in %s; its flows count as equal "
+                      "(failure %d, one in %d is logged)",
+                      type(self._policy).__name__, method, self._failures + 1, _LOG_EVERY,
+                      exc_info=error)  # fmt: skip
+        self._failures += 1

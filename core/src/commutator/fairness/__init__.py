@@ -1,1 +1,0 @@
-"""Whose waiting request is next. Core brings the kinds `weighted`, the default, and `fifo`."""
