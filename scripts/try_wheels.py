@@ -31,6 +31,7 @@ KINDS = (
 """Of plugins that a deployment uses; `command` is the one besides."""
 USES: dict[str, str | tuple[str, ...]] = {
     "balance": "router: {kind: least_loaded}",
+    "certs": ("certs", "--help"),
     "console": ("top",),
     "disagg": "disaggregation: {kind: always}",
     "dram": "tiers: [{kind: dram, capacity: 64MB}]",
@@ -42,7 +43,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "jwt": "auth: [{kind: jwt}]",
     "kv-router": "",
     "limits": "limiter: {kind: ledger}",
-    "nats": "runtime: {event_bus: {kind: nats}}",
+    "nats": "cluster: {events: {kind: nats}}",
     "nvme": "tiers: [{kind: nvme, capacity: 64MB, path: kv}]",
     "openai": "",
     "peer": "tiers: [{kind: peer}]",
