@@ -17,6 +17,8 @@ class FakeTransport(asyncio.Transport):
         self.unsent_bytes = 0
         """Of what was written, as the transport says it."""
         self.closed = False
+        self.paused = False
+        """Whether the protocol wants no more for now."""
         self._protocol = factory()
         self._protocol.connection_made(self)
 
@@ -25,6 +27,12 @@ class FakeTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self.unsent_bytes
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
 
     def is_closing(self) -> bool:
         return self.closed

@@ -163,6 +163,41 @@ async def test_a_connection_that_was_idle_too_long_is_closed() -> None:
     await connections.close()
 
 
+async def test_a_question_is_asked_again_when_an_old_connection_closes() -> None:
+    transports: list[FakeTransport] = []
+    connections = HttpConnections("X", into(transports), max_idle_s=60)
+    await answered(connections, transports)
+    asking = asyncio.create_task(connections.ask(b"question", again=True))
+    await asyncio.sleep(0)
+    transports[0].lose()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [transport.written[-1] for transport in transports] == [b"question"] * 2
+    transports[1].lose()
+    with pytest.raises(EngineUnavailableError, match="the server closed it"):
+        await asking
+    assert len(transports) == 2, "a new one that closes is an answer"
+
+
+async def test_a_body_that_nobody_reads_stops() -> None:
+    transports: list[FakeTransport] = []
+    connections = HttpConnections("X", into(transports), max_idle_s=60)
+    asking = asyncio.create_task(connections.ask(b"request"))
+    await asyncio.sleep(0)
+    piece = b"x" * (64 << 10)
+    transports[0].receive(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (6 * len(piece)))
+    async with await asking as answer:
+        for number in range(5):
+            assert not transports[0].paused, number
+            transports[0].receive(piece)
+        assert transports[0].paused
+        assert await anext(answer) == piece * 5
+        assert not transports[0].paused
+        transports[0].receive(piece)
+        assert await answer.read() == piece
+    await connections.close()
+
+
 async def test_an_answer_that_comes_before_the_whole_request() -> None:
     """What is left of the request must not be in the way of the next."""
     transports: list[FakeTransport] = []
@@ -279,6 +314,8 @@ async def test_an_error_and_a_redirect() -> None:
         error = await client.error_for(failed.value.status, str(failed.value))
         assert type(error) is EngineError
         assert "answers 308 where 200 is expected; if it redirects" in str(error)
+        with pytest.raises(EngineError, match="answers 308 where 200 is expected"):
+            await client.ask("/health")
         assert server.connections == 1, "the body of an error was read"
 
 

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -28,6 +27,7 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
+from commutator_engine_kit.http import HttpServer
 from commutator_sglang.client import SglangClient
 
 REQUEST = GenerateRequest(
@@ -246,16 +246,16 @@ async def test_an_abort_is_sent_in_the_next_turn_of_the_event_loop(
     await client.start()
     stream = client.generate(REQUEST)
     await anext(stream)
-    request = aiohttp.ClientSession.request
+    ask = HttpServer.ask
 
-    def noted(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
-        sent.append(url)
-        return request(session, method, url, **options)
+    async def noted(server: HttpServer, path: str, **options: Any) -> bytes:
+        sent.append(path)
+        return await ask(server, path, **options)
 
-    monkeypatch.setattr(aiohttp.ClientSession, "request", noted)
+    monkeypatch.setattr(HttpServer, "ask", noted)
     await stream.aclose()
     await asyncio.sleep(0)
-    assert sent == [f"{sglang.url}/abort_request"]
+    assert sent == ["/abort_request"]
     async with asyncio.timeout(30):
         await sglang.gone.wait()
 

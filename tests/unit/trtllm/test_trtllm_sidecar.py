@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 from tests.support.trtllm.fake_source import BLOCK, FakeSource, sidecar_of, until_ready
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
@@ -20,6 +19,7 @@ from commutator.errors import EngineUnavailableError
 from commutator.launcher.ports import free_ports
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator_engine_kit.http import HttpServer
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
 
@@ -132,21 +132,24 @@ async def test_a_server_without_statistics_is_reported_with_what_it_needs(
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [(TimeoutError(), "no answer"), (ZeroDivisionError("oh"), "ZeroDivisionError")],
+    [
+        (EngineUnavailableError("no answer"), "no answer"),
+        (ZeroDivisionError("oh"), "ZeroDivisionError"),
+    ],
 )
 async def test_whatever_happens_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, broken: Exception, said: str
 ) -> None:
     async with sidecar_of(FakeSource()) as (client, _, _):
         with monkeypatch.context() as patched:
-            request = ClientSession.request
+            ask = HttpServer.ask
 
-            def fail(session: ClientSession, method: str, url: str, **options: Any) -> Any:
-                if url.startswith(client.address):
-                    return request(session, method, url, **options)
+            async def fail(server: HttpServer, path: str, **options: Any) -> bytes:
+                if server.url == client.address:
+                    return await ask(server, path, **options)
                 raise broken
 
-            patched.setattr(ClientSession, "request", fail)
+            patched.setattr(HttpServer, "ask", fail)
             told = ""
             async with asyncio.timeout(60):
                 while said not in told:

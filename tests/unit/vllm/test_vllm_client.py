@@ -307,6 +307,7 @@ async def test_answers_that_are_forwarded(client: VllmClient, vllm: FakeVllm) ->
         async with client.forward(COMPLETIONS, b"{}", {}):
             pass
     assert vllm.asked[0] == (COMPLETIONS, {"any": 1})
+    await client.server.close()
     client.server.url = "http://127.0.0.1:9"
     with pytest.raises(EngineUnavailableError):
         async with client.forward(COMPLETIONS, b"{}", {}):

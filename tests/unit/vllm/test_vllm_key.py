@@ -50,7 +50,7 @@ def test_the_server_and_its_clients_share_a_key_that_the_command_line_does_not_s
     key = plan.env["VLLM_API_KEY"]
     assert len(key) == 64
     assert key not in " ".join(plan.argv) + caplog.text
-    assert client.server._headers == {"Authorization": f"Bearer {key}"}  # type: ignore[attr-defined]
+    assert client.server._headers["Authorization"] == f"Bearer {key}"  # type: ignore[attr-defined]
     assert elsewhere.server._headers != client.server._headers  # type: ignore[attr-defined]
     name = plan.argv[plan.argv.index("--middleware") + 1]
     folder = plan.env["PYTHONPATH"].split(":")[0]

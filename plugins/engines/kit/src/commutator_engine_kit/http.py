@@ -9,15 +9,13 @@ import socket
 import ssl
 from abc import abstractmethod
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from http import HTTPStatus
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 from aiohappyeyeballs import start_connection
 from yarl import URL
@@ -34,7 +32,7 @@ from commutator.errors import (
 )
 from commutator.trust import ClientGate, Right, TlsError, is_loopback
 from commutator.trust.wire import notice_loss, secured
-from commutator_engine_kit.http_connections import HttpConnections, StreamedAnswer
+from commutator_engine_kit.http_connections import HttpAnswer, HttpConnections
 
 __all__ = [
     "CLOSES_IDLE_S",
@@ -48,13 +46,11 @@ __all__ = [
     "HttpEngineClient",
     "HttpServer",
     "ServerEvents",
-    "connection_error",
     "message_of",
     "reachable_host",
 ]
 
 T = TypeVar("T")
-P = TypeVar("P", bound=asyncio.Protocol)
 
 INSTANCE_HEADER = "Commutator-Instance"
 """The header with which a client names the instance of a worker that it means."""
@@ -72,7 +68,7 @@ FORWARDED_PATHS = (
 )
 """Paths of OpenAI-compatible servers to which front doors forward clients' own requests."""
 
-_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_ALIVE_WITHIN_S = 5.0
 # These servers close connections that were idle for 5 s. Closing ours earlier avoids sending a
 # request just as the server closes its end.
 IDLE_AT_ENGINES_S = 3.0
@@ -102,71 +98,12 @@ class FailedAnswerError(EngineError):
         super().__init__(message)
 
 
-class HttpAnswer:
-    """A server's answer to a forwarded request: a ``ForwardedAnswer``.
-
-    ``where`` names the server in errors, such as "vLLM at http://10.0.0.7:8000".
-    """
-
-    def __init__(self, response: aiohttp.ClientResponse, where: str) -> None:
-        self._response = response
-        self._where = where
-        self.status = response.status
-        self.content_type = response.headers.get("Content-Type", "application/json")
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, in the pieces in which it arrives. Raises EngineUnavailableError."""
-        content = self._response.content
-        while True:
-            with _connection_errors(self._where):  # not those of the code that reads the chunks
-                data = await content.readany()
-            if not data:
-                return
-            yield data
-
-
-class _Asking(Protocol):
-    """A request; its answer is closed at the end of the context, or by who awaits it."""
-
-    def __await__(self) -> Generator[Any, None, aiohttp.ClientResponse]: ...
-
-    async def __aenter__(self) -> aiohttp.ClientResponse: ...
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None: ...
-
-
-class _Connector(aiohttp.BaseConnector):
-    """Makes a session's connections as ``server`` makes its others."""
-
-    def __init__(self, server: HttpServer, keepalive_timeout_s: float) -> None:
-        super().__init__(limit=0, keepalive_timeout=keepalive_timeout_s)
-        self._server = server
-
-    async def _create_connection(
-        self,
-        req: aiohttp.ClientRequest,
-        traces: list[Any],
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
-    ) -> Any:
-        try:
-            return await self._server.connect(req.url, self._factory)
-        except TimeoutError:
-            raise  # aiohttp has an error of its own for it
-        except OSError as error:
-            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
-
-
 class HttpServer:
     """One server of ``engine``, such as "vLLM", at ``url``, http://HOST:PORT.
 
-    A live server answers ``alive_path`` at once. The session is opened at its first use. One
-    ``of_cluster``, and not on this machine, is behind the relay of its host: with https, reached by
-    mutual TLS with the certificates of this process's network.
+    A live server answers ``alive_path`` at once. One ``of_cluster``, and not on this machine, is
+    behind the relay of its host: with https, reached by mutual TLS with the certificates of this
+    process's network.
     """
 
     def __init__(
@@ -188,13 +125,14 @@ class HttpServer:
         self.host = ""
         """The host of the cluster whose relay must answer; empty: any."""
         self.where = f"{engine} at {self.url}"
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._alive_path = alive_path
         self._answer_timeout_s = answer_timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        self._heads: dict[str, str] = {}
-        self._max_idle_s = IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S
-        self._connections = HttpConnections(self.where, self._connect, self._max_idle_s)
+        self._heads: dict[tuple[str, str], str] = {}
+        idle_s = IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S
+        self._connections = HttpConnections(self.where, self._connect, idle_s)
 
     def expect(self, record: WorkerRecord) -> None:
         """Let only the relay of this worker answer. Called before the first request."""
@@ -204,21 +142,7 @@ class HttpServer:
                 self._headers[INSTANCE_HEADER] = record.instance
                 self._heads.clear()
 
-    def request(self, method: str, path: str, **options: Any) -> _Asking:
-        """Send a request, as ``aiohttp.ClientSession.request`` does."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=_Connector(self, self._max_idle_s),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers=self._headers,
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
-        return self._session.request(method, self.url + path, **options)
-
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
         await self._connections.close()
 
     async def read(
@@ -247,95 +171,33 @@ class HttpServer:
         Raises EngineUnavailableError when there is none or the server failed, EngineError when it
         refused the request.
         """
+        sent = b"" if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(timeout_s or self._answer_timeout_s):
-                async with self.request(method, path, json=body) as response:
+                async with await self._send(method, path, sent) as response:
                     status, answer = response.status, await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise connection_error(self.where, error) from error
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"{self.where}: no answer") from error
         if status == HTTPStatus.OK:
             return answer
+        if status < HTTPStatus.BAD_REQUEST:
+            raise self._redirects(status)
         failed = status >= HTTPStatus.INTERNAL_SERVER_ERROR
         kind = EngineUnavailableError if failed else EngineError
         raise kind(f"{self.url}{path} answered {status}: {message_of(answer)}")
 
     async def post(
         self, path: str, body: object, headers: Mapping[str, str] | None = None
-    ) -> StreamedAnswer:
+    ) -> HttpAnswer:
         """Send a request; enter the context of its answer. Raises FailedAnswerError.
 
         EngineUnavailableError is raised for connection errors, also while the answer is read.
         """
-        request = self._packed(path, msgspec.json.encode(body), headers or {})
-        answer = await self._connections.ask(request)
+        answer = await self._send("POST", path, msgspec.json.encode(body), headers)
         if answer.status != HTTPStatus.OK:
             async with answer:
                 raise FailedAnswerError(answer.status, message_of(await answer.read()))
         return answer
-
-    def _packed(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """A whole request. Raises ValueError for a header that would be more than one."""
-        head = self._heads.get(path)
-        if head is None:
-            head = self._heads[path] = self._head(path)
-        for name, value in headers.items():
-            if "\r" in value or "\n" in value or "\0" in value:
-                raise ValueError(f"{name}: {value!r} cannot be sent")
-            head += f"{name}: {value}\r\n"
-        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-    def _head(self, path: str) -> str:
-        """What all requests for a path begin with."""
-        url = URL(self.url + path)
-        headers = {
-            "Host": url.host_port_subcomponent,
-            "Accept-Encoding": "identity",
-            "Content-Type": "application/json",
-            **self._headers,
-        }
-        if url.user is not None:
-            login = f"{url.user}:{url.password or ''}".encode()
-            headers.setdefault("Authorization", f"Basic {b64encode(login).decode()}")
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        return f"POST {url.raw_path_qs} HTTP/1.1\r\n{lines}"
-
-    async def _connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Make a connection for ``post``. Raises EngineUnavailableError."""
-        try:
-            await self.connect(URL(self.url), protocol)
-        except TimeoutError as error:
-            raise connection_error(self.where, error) from error
-        except OSError as error:
-            raise _unreachable(self.where, error) from error
-
-    async def connect(self, url: URL, protocol: Callable[[], P]) -> P:
-        """Make a connection: to this server, or where it redirects. Raises OSError.
-
-        In a cluster with certificates, only the relay of the worker's host gets a byte.
-        """
-        loop, host, context = asyncio.get_running_loop(), url.raw_host or "", None
-        if self._certificates is not None:
-            context = self._certificates.client  # renewed ones serve new connections
-        elif url.scheme == "https":
-            context = _system_trust()
-        async with asyncio.timeout(_CONNECT_S):
-            found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
-            sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
-            transport, made = await loop.create_connection(
-                protocol,
-                sock=sock,
-                ssl=context,
-                server_hostname=None if context is None else host.rstrip("."),
-            )
-        if self._certificates is not None:
-            gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
-            try:
-                gate.identify(transport)
-            except TlsError as error:
-                transport.abort()
-                raise OSError(str(error)) from error
-            notice_loss(transport, host)
-        return made
 
     @asynccontextmanager
     async def forward(
@@ -345,14 +207,74 @@ class HttpServer:
 
         Raises EngineOverloadedError or EngineUnavailableError for a server that is full or dead.
         """
-        sent = {"Content-Type": "application/json", **headers}
-        with _connection_errors(self.where):
-            response = await self.request("POST", path, data=body, headers=sent)
-        async with response:
-            if response.status in _FOR_ROUTING:
-                message = message_of(await response.read())
-                raise await self.error_for(response.status, message)
-            yield HttpAnswer(response, self.where)
+        async with await self._send("POST", path, body, headers) as answer:
+            if answer.status in _FOR_ROUTING:
+                raise await self.error_for(answer.status, message_of(await answer.read()))
+            yield answer
+
+    async def _send(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
+        """Raises ValueError for a header that would be more than one."""
+        head = self._heads.get((method, path))
+        if head is None:
+            head = self._heads[method, path] = self._head(method, path)
+        for name, value in (headers or {}).items():
+            if "\r" in value or "\n" in value or "\0" in value:
+                raise ValueError(f"{name}: {value!r} cannot be sent")
+            head += f"{name}: {value}\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        return await self._connections.ask(request, again=method == "GET")
+
+    def _head(self, method: str, path: str) -> str:
+        """What all requests for a path begin with."""
+        url = URL(self.url + path)
+        headers = {"Host": url.host_port_subcomponent, **self._headers}
+        if url.user is not None:
+            login = f"{url.user}:{url.password or ''}".encode()
+            headers.setdefault("Authorization", f"Basic {b64encode(login).decode()}")
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"{method} {url.raw_path_qs} HTTP/1.1\r\n{lines}"
+
+    async def _connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Make a connection. Raises EngineUnavailableError.
+
+        In a cluster with certificates, only the relay of the worker's host gets a byte.
+        """
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                transport, host = await self._open(protocol)
+            if self._certificates is not None:
+                gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
+                try:
+                    gate.identify(transport)
+                except TlsError as error:
+                    transport.abort()
+                    raise OSError(str(error)) from error
+                notice_loss(transport, host)
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"{self.where}: no answer") from error
+        except OSError as error:
+            raise _unreachable(self.where, error) from error
+
+    async def _open(
+        self, protocol: Callable[[], asyncio.Protocol]
+    ) -> tuple[asyncio.Transport, str]:
+        """A new connection, and the host that it is to. Raises OSError."""
+        url, context = URL(self.url), None
+        host = url.raw_host or ""
+        if self._certificates is not None:
+            context = self._certificates.client  # renewed ones serve new connections
+        elif url.scheme == "https":
+            context = _system_trust()
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
+        sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+        name = None if context is None else host.rstrip(".")
+        transport, _ = await loop.create_connection(
+            protocol, sock=sock, ssl=context, server_hostname=name
+        )
+        return transport, host
 
     async def error_for(self, status: int, message: str) -> Exception:
         """The error for a failed request: the server is full, or dead, or the request is wrong."""
@@ -361,10 +283,7 @@ class HttpServer:
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             return EngineError(f"{self.where} refuses us ({status}): {message}; see `api_key`")
         if status < HTTPStatus.BAD_REQUEST:
-            return EngineError(
-                f"{self.where} answers {status} where 200 is expected; if it redirects, configure "
-                "the address that it redirects to"
-            )
+            return self._redirects(status)
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             return RequestError(message)
         if not await self.is_alive():
@@ -372,6 +291,12 @@ class HttpServer:
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             return EngineOverloadedError(message)
         return EngineError(f"{self.where} answers {status}: {message}")
+
+    def _redirects(self, status: int) -> EngineError:
+        return EngineError(
+            f"{self.where} answers {status} where 200 is expected; if it redirects, configure "
+            "the address that it redirects to"
+        )
 
     async def refused_connections(self, timeout_s: float) -> Mapping[str, int]:
         """Those that the server's relay refused. Raises EngineError."""
@@ -382,11 +307,10 @@ class HttpServer:
     async def is_alive(self) -> bool:
         """Whether the server answers ``alive_path`` with status 200."""
         try:
-            alive = self.request("GET", self._alive_path, timeout=_HEALTH_TIMEOUT)
-            async with alive as answer:
-                return answer.status == HTTPStatus.OK
-        except (aiohttp.ClientError, OSError):
+            await self.ask(self._alive_path, timeout_s=_ALIVE_WITHIN_S)
+        except EngineError:
             return False
+        return True
 
 
 class HttpEngineClient(EngineClient):
@@ -525,16 +449,6 @@ def message_of(body: bytes) -> str:
     return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
 
 
-def connection_error(where: str, error: aiohttp.ClientError | OSError) -> EngineUnavailableError:
-    """The error, with the cause in plain words for the operator."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return _unreachable(where, error.os_error)
-    if isinstance(error, TimeoutError):
-        return EngineUnavailableError(f"{where}: no answer")
-    what = str(error) or type(error).__name__
-    return EngineUnavailableError(f"{where}: connection lost ({what})")
-
-
 def _unreachable(where: str, cause: OSError) -> EngineUnavailableError:
     if isinstance(cause, ssl.SSLError):
         reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
@@ -547,14 +461,6 @@ def _unreachable(where: str, cause: OSError) -> EngineUnavailableError:
 @cache
 def _system_trust() -> ssl.SSLContext:
     return ssl.create_default_context()
-
-
-@contextmanager
-def _connection_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except aiohttp.ClientError as error:
-        raise connection_error(where, error) from error
 
 
 def reachable_host(host: str, url: str) -> str:

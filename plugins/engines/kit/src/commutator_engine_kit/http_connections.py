@@ -1,14 +1,13 @@
-"""HTTP connections for requests that generate: little work for each request and piece of an answer.
+"""HTTP connections to engines: little work for each request and piece of an answer.
 
 A client for all of HTTP takes several times as long for a request as it takes to write it and to
-parse its answer, which llhttp does here. This one only sends POST requests, each once, and neither
-follows redirects nor decompresses.
+parse its answer, which llhttp does here. This one neither follows redirects nor decompresses.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeAlias, cast
 
@@ -16,10 +15,12 @@ import httptools
 
 from commutator.errors import EngineUnavailableError
 
-__all__ = ["Connect", "HttpConnections", "StreamedAnswer"]
+__all__ = ["Connect", "HttpAnswer", "HttpConnections"]
 
 MAX_HEAD_BYTES = 64 << 10
 """The most that a server may send without a byte of its answer's body, such as headers."""
+_MOST_UNREAD_BYTES = 256 << 10
+"""Of a body; then nothing more is received until its reader has taken them."""
 _FRAMED_BY = (b"content-length", b"transfer-encoding")
 _FINAL = 200
 """Lower statuses announce an answer, and are none."""
@@ -41,6 +42,9 @@ class _Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._has_head = False
         self._pieces: list[bytes] = []
+        self._unread_bytes = 0
+        """In the pieces."""
+        self._paused = False
         self._bare_bytes = 0
         """Received since the last piece of a body."""
         self._waiter: asyncio.Future[None] | None = None
@@ -87,6 +91,12 @@ class _Connection(asyncio.Protocol):
             return None if self._asked else b""
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
+        self._unread_bytes = 0
+        if self._paused:
+            assert self._transport is not None
+            self._paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
         return data
 
     async def more(self) -> None:
@@ -144,7 +154,12 @@ class _Connection(asyncio.Protocol):
 
     def _is_framed(self) -> bool:
         """Whether the headers tell where the body ends; otherwise the connection's end does."""
-        return any(name.lower() in _FRAMED_BY for name, _ in self._headers)
+        return any(self.header(name) is not None for name in _FRAMED_BY)
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header of the answer, by its name in lower case."""
+        values = (value for given, value in self._headers if given.lower() == name)
+        return next((value.decode("latin-1") for value in values), None)
 
     # What the parser calls.
 
@@ -167,6 +182,11 @@ class _Connection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         self._bare_bytes = 0
         self._pieces.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > _MOST_UNREAD_BYTES and not self._paused:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         if self._has_head:
@@ -174,13 +194,14 @@ class _Connection(asyncio.Protocol):
             self._bare_bytes = 0
 
 
-class StreamedAnswer:
+class HttpAnswer:
     """An answer whose status has arrived; leaving its context before its end aborts the request."""
 
     def __init__(self, connections: HttpConnections, connection: _Connection) -> None:
         self._connections = connections
         self._connection = connection
         self.status = connection.status
+        self.content_type = connection.header(b"content-type") or "application/json"
 
     async def __aenter__(self) -> Self:
         return self
@@ -204,6 +225,10 @@ class StreamedAnswer:
             raise StopAsyncIteration
         return data
 
+    def chunks(self) -> AsyncIterator[bytes]:
+        """As the answer itself: it is a ``ForwardedAnswer``."""
+        return self
+
     async def read(self) -> bytes:
         """The rest of the body. Raises EngineUnavailableError."""
         return b"".join([piece async for piece in self])
@@ -224,16 +249,26 @@ class HttpConnections:
         """The longest idle first."""
         self._cleanup: asyncio.TimerHandle | None = None
 
-    async def ask(self, request: bytes) -> StreamedAnswer:
-        """Send a whole request, and wait for the status. Raises EngineUnavailableError."""
+    async def ask(self, request: bytes, *, again: bool = False) -> HttpAnswer:
+        """Send a whole request, and wait for the status. Raises EngineUnavailableError.
+
+        ``again``: send it once more, on a new connection, if the server closes an old one without
+        an answer: it may have done so just before.
+        """
         connection = await self._take()
+        was_used = connection.status != 0
         try:
             connection.send(request)
             await connection.head()
+        except EngineUnavailableError:
+            connection.abort()
+            if again and was_used:
+                return await self.ask(request, again=True)
+            raise
         except BaseException:
             connection.abort()
             raise
-        return StreamedAnswer(self, connection)
+        return HttpAnswer(self, connection)
 
     async def _take(self) -> _Connection:
         """One that is idle, or a new one. Raises EngineUnavailableError."""
@@ -255,6 +290,7 @@ class HttpConnections:
 
     def give_back(self, connection: _Connection) -> None:
         """Keep a connection for the next request, or abort one that is still answering."""
+        connection.take()  # what nobody read would keep it from reading on
         if not connection.reusable:
             connection.abort()
             return

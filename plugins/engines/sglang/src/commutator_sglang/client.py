@@ -9,8 +9,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import aiohttp
-
 from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
 from commutator.errors import (
@@ -198,10 +196,8 @@ class _Generation:
                     return
 
     async def _post_abort(self) -> None:
-        with suppress(aiohttp.ClientError):
-            body = {"rid": self._request_id}
-            async with self._server.request("POST", ABORT, json=body) as response:
-                await response.read()
+        with suppress(EngineError):
+            await self._server.ask(ABORT, method="POST", body={"rid": self._request_id})
 
     def _check_role(self) -> None:
         mode, handover = self._server_info.disaggregation_mode, self._request.handover
