@@ -19,7 +19,6 @@ from tests.support.tiered_engine import TieredEngine
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
-from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import LlamaModel, load_model
 
@@ -95,7 +94,7 @@ def test_memory_disk_and_s3_together(
     s3: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    size = block_bytes(model.config, BLOCK_SIZE, model.dtype)
+    size = model.config.kv_bytes(BLOCK_SIZE, model.dtype.itemsize)
     on_evict = {"write": "on_evict"}
     tiers = (
         {"kind": "dram", "capacity": 50 * size},

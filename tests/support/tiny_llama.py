@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from commutator_reference.llama import LlamaConfig
 from commutator_reference.model import LlamaModel
-from commutator_reference.weights import LlamaConfig, build_weights
+from commutator_reference.weights import build_weights
 
 TINY = LlamaConfig(
     vocab_size=97,

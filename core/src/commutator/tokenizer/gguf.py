@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -16,7 +16,9 @@ from commutator.errors import ConfigError
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = [
+    "GgufTensor",
     "load_gguf",
+    "read_gguf",
     "read_gguf_metadata",
     "tokenizer_from_gguf",
 ]
@@ -58,11 +60,28 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _U64 = struct.Struct("<Q")
 
 
+@frozen
+class GgufTensor:
+    """One tensor as the file stores it."""
+
+    shape: tuple[int, ...]
+    """Rows first."""
+    kind: int
+    """The number of its type in GGML."""
+    offset: int
+    """Bytes from the beginning of the file."""
+
+
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """Every metadata pair of the file; arrays come as lists. Raises ConfigError when damaged."""
+    return read_gguf(path)[0]
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """As ``read_gguf_metadata``, and where the tensors are, by name."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Walk(data).pairs()
+            return _Walk(data).header()
     except (struct.error, ValueError, KeyError, IndexError) as error:
         problem = f"not a readable GGUF file: {error}; was it downloaded to the end?"
         raise ConfigError([problem], str(path)) from error
@@ -75,16 +94,25 @@ class _Walk:
         self._data = data
         self._at = 0
 
-    def pairs(self) -> dict[str, Any]:
+    def header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._data[:4] != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         self._at = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} (little-endian 2 and 3 are supported)")
-        self._scalar("Q")  # tensor count
-        count = self._scalar("Q")
-        return {self._string(): self._value(self._scalar("I")) for _ in range(count)}
+        tensor_count, pair_count = self._scalar("Q"), self._scalar("Q")
+        pairs = {self._string(): self._value(self._scalar("I")) for _ in range(pair_count)}
+        tensors = {self._string(): self._tensor() for _ in range(tensor_count)}
+        alignment = pairs.get("general.alignment", 32)
+        base = -(-self._at // alignment) * alignment
+        return pairs, {
+            name: evolve(tensor, offset=base + tensor.offset) for name, tensor in tensors.items()
+        }
+
+    def _tensor(self) -> GgufTensor:
+        sizes = [self._scalar("Q") for _ in range(self._scalar("I"))]
+        return GgufTensor(tuple(reversed(sizes)), self._scalar("I"), self._scalar("Q"))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -11,15 +11,9 @@ from torch import Tensor
 from commutator import Memory, Span
 from commutator.errors import ConfigError
 from commutator_engine_kit.kv import BlockArena, bytes_at
-from commutator_reference.weights import LlamaConfig
+from commutator_reference.llama import LlamaConfig
 
-__all__ = ["KVArena", "block_bytes"]
-
-
-def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Size of one KV block: keys and values of ``block_size`` tokens in every layer."""
-    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_size
-    return per_token * block_size * dtype.itemsize
+__all__ = ["KVArena"]
 
 
 class KVArena:

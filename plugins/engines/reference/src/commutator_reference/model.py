@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
+from commutator.tokenizer import read_gguf
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import Batch, DecodeGroup, Prefill
-from commutator_reference.gguf_weights import open_gguf
-from commutator_reference.hf_weights import open_hf
-from commutator_reference.weights import (
-    LayerWeights,
+from commutator_reference.llama import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LlamaConfig,
+    gguf_config,
+    hf_config,
+)
+from commutator_reference.weights import (
+    LayerWeights,
     LlamaWeights,
     build_weights,
+    gguf_tensors,
+    hf_tensors,
 )
 
 __all__ = [
@@ -153,6 +158,8 @@ class _Layer:
     def __init__(self, config: LlamaConfig, index: int, weights: LayerWeights) -> None:
         self._index = index
         self._config = config
+        self._group_size = config.num_heads // config.num_kv_heads
+        """Query heads that share one KV head."""
         self._attention_norm = weights.attention_norm
         self._qkv = Linear(weights.qkv)
         self._attention_output = Linear(weights.attention_output)
@@ -187,7 +194,7 @@ class _Layer:
         """Attention of one group; its heads take the axis that usually has a sequence's tokens."""
         config = self._config
         queries = qkv[group.rows, : config.num_heads]
-        queries = queries.view(group.count, config.num_kv_heads, config.group_size, -1)
+        queries = queries.view(group.count, config.num_kv_heads, self._group_size, -1)
         keys, values = arena.read(group.run_index[self._index], group.count)
         attended = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
         return attended.reshape(group.count, -1)
@@ -197,15 +204,15 @@ class _Layer:
         config = self._config
         rows = qkv[chunk.rows]
         queries = rows[:, : config.num_heads]
-        queries = queries.unflatten(1, (config.num_kv_heads, config.group_size))
+        queries = queries.unflatten(1, (config.num_kv_heads, self._group_size))
         if chunk.run_index is None:
             keys, values = rows[:, config.num_heads :].transpose(0, 1).chunk(2)
         else:
             keys, values = (side[0] for side in arena.read(chunk.run_index[self._index], 1))
         attended = scaled_dot_product_attention(
             queries.permute(2, 1, 0, 3),
-            keys.expand(config.group_size, -1, -1, -1),
-            values.expand(config.group_size, -1, -1, -1),
+            keys.expand(self._group_size, -1, -1, -1),
+            values.expand(self._group_size, -1, -1, -1),
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
         )
@@ -222,6 +229,11 @@ def load_model(
 
     Raises ConfigError when it is no Llama model, or one with an option this engine lacks.
     """
-    config, source = open_hf(path) if path.is_dir() else open_gguf(path)
+    if path.is_dir():
+        config, source = hf_config(path), hf_tensors(path)
+    else:
+        metadata, tensors = read_gguf(path)
+        config = gguf_config(path, metadata, tensors)
+        source = gguf_tensors(path, tensors, config)
     weights = build_weights(config, source, device=torch.device(device), dtype=dtype)
     return LlamaModel(config, weights)

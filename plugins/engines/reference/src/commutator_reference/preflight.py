@@ -6,53 +6,31 @@ takes seconds.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from attrs import frozen
 
 from commutator import ModelConfig, TierConfig
 from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model, read_gguf_metadata
+from commutator.tokenizer import locate_model
 from commutator_engine_kit.preflight import machine_memory_bytes
 from commutator_engine_kit.preflight import size_text as _size
 from commutator_reference.config import ReferenceConfig
+from commutator_reference.llama import LlamaConfig, read_config
 
 __all__ = [
-    "ModelSizes",
     "memory_problem",
     "missing_for_handover",
-    "model_sizes",
+    "model_config",
     "problems",
-    "shortened_context",
     "warnings",
 ]
 
 _LOOK_FOR_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _TORCH_TIMEOUT_S = 120
-
-
-@frozen(kw_only=True)
-class ModelSizes:
-    """What decides how much memory a model takes."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    context_length: int
-    """Most tokens of prompt and answer together."""
-    least_parameters: int
-    """As if input and output embedding were one."""
-
-    def kv_bytes(self, tokens: int, number_bytes: int) -> int:
-        """Keys and values of ``tokens`` tokens, each number of ``number_bytes`` bytes."""
-        return tokens * self.num_layers * 2 * self.num_kv_heads * self.head_size * number_bytes
 
 
 def missing_for_handover(*, prefix_caching: bool) -> str | None:
@@ -87,21 +65,21 @@ def problems(
         yield f"role: {config.role} needs a hand-over: {missing}"
     if tiers and not _has_nixl():
         yield f"kind: NIXL, which moves KV to and from `tiers`, is not installed; {_INSTALL_NIXL}"
-    sizes = model_sizes(model.source)
-    if sizes is None:
+    llama = model_config(model.source)
+    if llama is None:
         return
     number_bytes = _number_bytes(config)
-    least = sizes.kv_bytes(config.block_size, number_bytes)
+    least = llama.kv_bytes(config.block_size, number_bytes)
     if config.kv_cache_bytes < least:
         yield (
             f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold not even one KV block; set it "
-            f"to {_size(_rounded_up(sizes.kv_bytes(_context(sizes, model), number_bytes)))} for "
-            f"the model's {_context(sizes, model):,} tokens"
+            f"to {_size(_rounded_up(llama.kv_bytes(_context(llama, model), number_bytes)))} for "
+            f"the model's {_context(llama, model):,} tokens"
         )
     elif on_cpu and (total_bytes := machine_memory_bytes()) is not None:
         problem = memory_problem(
             kv_bytes=config.kv_cache_bytes,
-            weights_bytes=sizes.least_parameters * number_bytes,
+            weights_bytes=llama.least_parameters * number_bytes,
             replicas=config.replicas,
             total_bytes=total_bytes,
         )
@@ -111,24 +89,19 @@ def problems(
 
 def warnings(config: ReferenceConfig, model: ModelConfig) -> Iterator[str]:
     """As ``EngineConnector.warnings``."""
-    sizes = model_sizes(model.source)
-    if sizes is not None and (text := shortened_context(config, model, sizes)) is not None:
-        yield text
-
-
-def shortened_context(config: ReferenceConfig, model: ModelConfig, sizes: ModelSizes) -> str | None:
-    """The warning that the KV memory holds less than the model's context; None if it does not."""
-    number_bytes, context = _number_bytes(config), _context(sizes, model)
-    block_bytes = sizes.kv_bytes(config.block_size, number_bytes)
+    llama = model_config(model.source)
+    if llama is None:
+        return
+    number_bytes, context = _number_bytes(config), _context(llama, model)
+    block_bytes = llama.kv_bytes(config.block_size, number_bytes)
     tokens = config.kv_cache_bytes // block_bytes * config.block_size
-    if tokens >= context:
-        return None
-    blocks = -(-context // config.block_size)
-    return (
-        f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold {tokens:,} tokens, so longer prompts "
-        f"and answers are refused; the model's {context:,} need "
-        f"{_size(_rounded_up(blocks * block_bytes))}"
-    )
+    if tokens < context:
+        blocks = -(-context // config.block_size)
+        yield (
+            f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold {tokens:,} tokens, so longer "
+            f"prompts and answers are refused; the model's {context:,} need "
+            f"{_size(_rounded_up(blocks * block_bytes))}"
+        )
 
 
 def memory_problem(
@@ -148,74 +121,23 @@ def memory_problem(
     return f"{needs}; set it to at most {_size(fits_bytes // _MB * _MB)}"
 
 
-def model_sizes(source: str) -> ModelSizes | None:
-    """The sizes of the model at ``source``; None if there is none, or no Llama model.
+def model_config(source: str) -> LlamaConfig | None:
+    """The configuration of the model at ``source``; None if there is none, or no Llama model.
 
     Loading such a model raises an error that says what is wrong with it.
     """
     try:
         path = locate_model(source)
         file = path if path.is_file() else path / "config.json"
-        return _sizes_in(file, file.stat().st_mtime_ns)
-    except (ConfigError, OSError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return _config_at(path, file.stat().st_mtime_ns)
+    except (ConfigError, OSError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
 @cache
-def _sizes_in(file: Path, _changed_ns: int) -> ModelSizes:
+def _config_at(path: Path, _changed_ns: int) -> LlamaConfig:
     """Read once, although problems and warnings ask for each entry: vocabularies are long."""
-    if file.suffix == ".gguf":
-        return _of_gguf(read_gguf_metadata(file))
-    return _of_config(json.loads(file.read_text(encoding="utf-8")))
-
-
-def _of_gguf(metadata: Mapping[str, Any]) -> ModelSizes:
-    heads, hidden = metadata["llama.attention.head_count"], metadata["llama.embedding_length"]
-    return _sizes(
-        vocabulary=metadata.get("llama.vocab_size", len(metadata["tokenizer.ggml.tokens"])),
-        hidden=hidden,
-        inner=metadata["llama.feed_forward_length"],
-        layers=metadata["llama.block_count"],
-        heads=heads,
-        kv_heads=metadata.get("llama.attention.head_count_kv", heads),
-        head_size=metadata.get("llama.attention.key_length", hidden // heads),
-        context_length=metadata["llama.context_length"],
-    )
-
-
-def _of_config(raw: Mapping[str, Any]) -> ModelSizes:
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    return _sizes(
-        vocabulary=raw["vocab_size"],
-        hidden=hidden,
-        inner=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
-        heads=heads,
-        kv_heads=raw.get("num_key_value_heads") or heads,
-        head_size=raw.get("head_dim") or hidden // heads,
-        context_length=raw["max_position_embeddings"],
-    )
-
-
-def _sizes(
-    *,
-    vocabulary: int,
-    hidden: int,
-    inner: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    context_length: int,
-) -> ModelSizes:
-    attention = hidden * head_size * (2 * heads + 2 * kv_heads)
-    return ModelSizes(
-        num_layers=layers,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        context_length=context_length,
-        least_parameters=vocabulary * hidden + layers * (attention + 3 * hidden * inner),
-    )
+    return read_config(path)
 
 
 @cache
@@ -233,8 +155,8 @@ def _has_gpu() -> bool:
     return done.returncode == 0
 
 
-def _context(sizes: ModelSizes, model: ModelConfig) -> int:
-    return min(model.max_model_len or sizes.context_length, sizes.context_length)
+def _context(llama: LlamaConfig, model: ModelConfig) -> int:
+    return min(model.max_model_len or llama.context_length, llama.context_length)
 
 
 def _number_bytes(config: ReferenceConfig) -> int:

@@ -18,7 +18,6 @@ from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
 from commutator_engine_kit.kv import DeviceBlocks, KvAdmin, KvConnector
-from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.handover import Handover
@@ -46,7 +45,9 @@ class ReferenceServer(TokenEngine):
             raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         path = locate_model(model.source)
         llama = load_model(path, device=device, dtype=dtype)
-        num_blocks = config.kv_cache_bytes // block_bytes(llama.config, config.block_size, dtype)
+        num_blocks = config.kv_cache_bytes // llama.config.kv_bytes(
+            config.block_size, dtype.itemsize
+        )
         if num_blocks < 1:
             raise ConfigError(
                 [f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold not even one KV block"],

@@ -1,89 +1,40 @@
-"""What defines a Llama-family model: its configuration and its weights.
+"""The weights of a Llama-family model, out of safetensors or a GGUF file.
 
 Projections that share their input are fused, as the forward pass needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from attrs import frozen
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor
 
 from commutator.contract.block import CacheIdentity
 from commutator.errors import ConfigError
+from commutator.tokenizer import GgufTensor
+from commutator_reference.llama import LlamaConfig, read_json
 
 __all__ = [
     "LayerWeights",
-    "LinearRopeScaling",
-    "Llama3RopeScaling",
-    "LlamaConfig",
     "LlamaWeights",
-    "RopeScaling",
     "TensorSource",
     "build_weights",
     "cache_identity",
+    "gguf_tensors",
+    "hf_tensors",
+    "read_gguf_tensor",
 ]
 
 _READ_BYTES = 8 << 20
-
-
-@frozen
-class LinearRopeScaling:
-    """Every rotary frequency divided by ``factor``."""
-
-    factor: float
-
-
-@frozen
-class Llama3RopeScaling:
-    """Low rotary frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1)."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_context_length: int
-
-
-RopeScaling = LinearRopeScaling | Llama3RopeScaling
-
-
-@frozen(kw_only=True)
-class LlamaConfig:
-    """Shapes and constants of a model; the names are the usual ones of model cards."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    context_length: int
-    """Most tokens the model was made for, prompt and answer together."""
-    norm_epsilon: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None = None
-    tied_embeddings: bool = False
-    """Whether the output projection is the input embedding."""
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __attrs_post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                [f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads"],
-                "model",
-            )
-        if self.head_size % 2:
-            raise ConfigError([f"the head size must be even, not {self.head_size}"], "model")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
 
 
 TensorSource = Callable[[str], Tensor]
@@ -166,6 +117,106 @@ def build_weights(
             else get("lm_head.weight", config.vocab_size, hidden)
         ),
     )
+
+
+def hf_tensors(folder: Path) -> TensorSource:
+    """The tensors of safetensors files, sharded or not. Raises ConfigError when one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+    else:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            message = "expected model.safetensors or model.safetensors.index.json"
+            raise ConfigError([message], str(folder))
+        with safe_open(single, "pt") as opened:
+            files = dict.fromkeys(opened.keys(), single)
+    missing = sorted({str(path) for path in files.values() if not path.is_file()})
+    if missing:
+        raise ConfigError([f"the index names {path}, which is not there" for path in missing])
+
+    def tensor(name: str) -> Tensor:
+        with safe_open(files[name], "pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+        return found
+
+    return tensor
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+def gguf_tensors(
+    path: Path, entries: Mapping[str, GgufTensor], config: LlamaConfig
+) -> TensorSource:
+    """The tensors of a GGUF file as float32, which raises ConfigError for what cannot be read."""
+    data = np.memmap(path, np.uint8, "r")
+
+    def tensor(name: str) -> Tensor:
+        known = _gguf_name(name)
+        try:
+            weight = torch.from_numpy(read_gguf_tensor(data, entries[known]))
+        except ValueError as error:
+            raise ConfigError([f'the tensor "{known}": {error}'], str(path)) from None
+        if name.endswith("q_proj.weight"):
+            return _half_split(weight, config.num_heads)
+        if name.endswith("k_proj.weight"):
+            return _half_split(weight, config.num_kv_heads)
+        return weight
+
+    return tensor
+
+
+def _gguf_name(name: str) -> str:
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    _, _, index, rest = name.split(".", 3)
+    return f"blk.{index}.{_GGUF_LAYER_NAMES[rest]}"
+
+
+def read_gguf_tensor(data: NDArray[np.uint8], entry: GgufTensor) -> NDArray[np.float32]:
+    """A copy of a tensor in the file whose bytes are ``data``. Raises ValueError."""
+    kind = GGMLQuantizationType(entry.kind)
+    block_items, block_bytes = GGML_QUANT_SIZES[kind]
+    *outer, inner = entry.shape
+    row_bytes = inner // block_items * block_bytes
+    raw = np.asarray(data[entry.offset : entry.offset + math.prod(outer) * row_bytes])
+    if raw.size < math.prod(outer) * row_bytes:
+        raise ValueError("the file ends before it does")
+    if kind == GGMLQuantizationType.F32:
+        return raw.view(np.float32).reshape(entry.shape).copy()
+    if kind == GGMLQuantizationType.F16:
+        return raw.view(np.float16).reshape(entry.shape).astype(np.float32)
+    try:
+        values: NDArray[np.float32] = dequantize(raw.reshape(*outer, row_bytes), kind)
+    except NotImplementedError:
+        message = f"the type {kind.name} cannot be read; use another quantization"
+        raise ValueError(message) from None
+    return values
+
+
+def _half_split(weight: Tensor, heads: int) -> Tensor:
+    """Undo GGUF's row order: it keeps rotary partners side by side, Hugging Face half a head apart.
+
+    [heads * head size, in], row 2i + j of a head goes to row j * (head size / 2) + i.
+    """
+    pairs = weight.view(heads, -1, 2, weight.shape[-1])
+    return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def cache_identity(
