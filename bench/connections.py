@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from bench.needs import needs_command
 from bench.result import Figure
 from bench.wrk import WRK, ChatLoad
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 CLIENTS = 512

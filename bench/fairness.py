@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from bench.result import Figure
 from commutator.auth.keys import hash_of, new_key
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 WORKERS = 8

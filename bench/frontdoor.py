@@ -13,7 +13,7 @@ import aiohttp
 from bench.result import Figure
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.engine.client import TokenApiClient
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 TOKENS = 32

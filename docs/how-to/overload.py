@@ -7,7 +7,7 @@ import sys
 
 from aiohttp import ClientSession
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_testing import LocalCluster
 
 
 async def ask(session: ClientSession, name: str, priority: int, tokens: int) -> None:

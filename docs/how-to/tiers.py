@@ -10,7 +10,7 @@ import time
 import urllib.request
 from typing import Any
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_testing import LocalCluster
 
 DOCUMENTS = [
     f"Document {number}. " + " ".join(f"word{(number * 7 + at * 13) % 97}" for at in range(120))

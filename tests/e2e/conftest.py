@@ -11,8 +11,8 @@ from tests.support.launched_servers import wait_for_workers
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.server_stores import S3_KEY, S3_SECRET, Stores
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.trust import adopt
+from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 

@@ -38,7 +38,7 @@ from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from commutator.cli.main import main
 from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

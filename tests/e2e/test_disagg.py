@@ -18,8 +18,8 @@ from tests.support.oracle import SOURCE
 from commutator.cli.main import main
 from commutator.contract.worker import TransferStatistics
 from commutator.engine.client import TokenApiClient
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tests.e2e.conftest import MODEL
 
 from commutator.contract.worker import EngineLoad
 from commutator.engine.client import TokenApiClient
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

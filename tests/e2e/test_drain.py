@@ -15,7 +15,7 @@ from tests.support.streams import stream
 
 from commutator.cli.main import main
 from commutator.engine.client import TokenApiClient
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import requests
 import yaml
 from tests.support.launched_servers import wait_for_workers
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

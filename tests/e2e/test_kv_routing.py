@@ -11,7 +11,7 @@ import yaml
 from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.e2e.conftest import MODEL
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.long
 

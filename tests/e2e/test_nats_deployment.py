@@ -14,7 +14,7 @@ import pytest
 from tests.support.nats import NatsServer, fresh_subjects
 from tests.support.streams import stream
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

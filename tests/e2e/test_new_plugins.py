@@ -13,7 +13,7 @@ import openai
 import pytest
 import yaml
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_scaffold.new_plugin import KINDS
 
 pytestmark = pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.support.prometheus import Prometheus, program, running_prometheus
 from commutator.auth.keys import hash_of, new_key
 from commutator.cli.main import main
 from commutator.metrics.families import FAMILIES
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tests.support.open_ports import listeners, of_others, outside_host
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

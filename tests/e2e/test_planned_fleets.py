@@ -22,7 +22,7 @@ from tests.support.etcd import EtcdServer, fresh_cluster
 from tests.support.streams import stream
 
 from commutator.cli.main import main
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

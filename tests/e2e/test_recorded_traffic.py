@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from commutator.config.load import load_config
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import load_trace
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,8 @@ from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineUnavailableError
 from commutator.launcher.ports import PortPicker
 from commutator.registry.client import RegistryClient
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.trust import SECRET_FILE
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_sim.config import SimConfig
 from commutator_sim.plugin import SimConnector
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

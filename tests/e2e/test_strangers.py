@@ -24,10 +24,10 @@ from commutator.contract.worker import WorkerRecord
 from commutator.engine.client import TokenApiClient
 from commutator.frames import FrameProtocol
 from commutator.registry.client import RegistryClient
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.trust import SECRET_FILE
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator_engine_kit.kv.transfer.sources import Sources
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.support.trtllm.server import StandIn
 
 from commutator.contract.block import BlockStored
 from commutator.launcher.ports import free_ports
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

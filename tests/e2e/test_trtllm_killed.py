@@ -23,7 +23,7 @@ from tests.support.oracle import SOURCE
 from tests.support.trtllm.cluster import SERVE, launched, load_of
 
 from commutator.errors import EngineError
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -14,8 +14,8 @@ from tests.support.oracle import SOURCE, greedy
 from tests.support.ten_turns import ten_turns
 from tests.support.trtllm.cluster import SERVE, launched, load_of
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.test_planned_fleets import command, metrics, refused
 from tests.support.streams import stream
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

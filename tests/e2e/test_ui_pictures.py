@@ -30,8 +30,9 @@ from tests.support.pictures import folder_of_pictures, save
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.cli.front_door import FrontDoor
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_console.door import live
 from commutator_console.view import History, view
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -137,7 +138,7 @@ def more_facts(page: Page, than: int) -> bool:
 
 def top_as_svg(door: FrontDoor) -> str:
     console, history = Console(record=True, width=126, file=io.StringIO()), History()
-    for number, snapshot in enumerate(door.live()):
+    for number, snapshot in enumerate(live(door)):
         history.add(snapshot)
         if number == 14:
             break

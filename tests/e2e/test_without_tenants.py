@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from commutator.auth.keys import hash_of, new_key
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from tests.support.oracle import SOURCE
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.shared_workers import WorkerProbe, cluster_of, introduce
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.oracle import SOURCE
 from tests.support.shared_workers import WorkerProbe, cluster_of, introduce, worker_processes
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -23,7 +23,7 @@ from tests.support.tiny_plugin import install
 from commutator.contract.worker import TransferStatistics
 from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from tests.fault.test_two_front_doors import MODEL, PATIENCE_S, end, front_doors
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.config.yaml_file import to_yaml
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from tests.support.streams import Answer, engine_processes, stream
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

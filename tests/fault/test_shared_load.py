@@ -17,7 +17,7 @@ import pytest
 from tests.fault.test_two_front_doors import front_doors, health
 
 from commutator.routing.replica_sync import ShareTimes
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

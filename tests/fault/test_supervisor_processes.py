@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tests.fault.stand_in_plugin import deployment, install, write
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

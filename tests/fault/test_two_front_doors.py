@@ -21,7 +21,7 @@ from attrs import define, field
 from commutator.frames import Versions
 from commutator.routing.prefix_index.indexer import WorkerSnapshot
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, index_frames
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

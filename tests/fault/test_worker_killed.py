@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.support.streams import engine_processes
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from attrs import asdict, define, field
 from tests.support.processes import Growth, processes_of, rss_mb
 
 from commutator.auth.keys import hash_of, new_key
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 SOAK_S = float(os.environ.get("SOAK_S", "0"))
 PRINCIPALS = int(os.environ.get("SOAK_PRINCIPALS", "10000"))

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 __all__ = ["kill_server_at", "kill_servers_of", "server_urls", "wait_for_workers"]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 from tests.support.slow_link import Namespace, slow_link
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 __all__ = ["OutsideHost", "listeners", "of_others", "outside_host"]
 

@@ -16,7 +16,7 @@ from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import EngineInfo, KvPrompt, TierState
 from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineError
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 __all__ = ["WorkerProbe", "cluster_of", "introduce", "worker_processes"]
 

@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 from attrs import define, field
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 __all__ = ["Answer", "engine_processes", "stream"]
 

@@ -17,7 +17,7 @@ from tests.support.launched_servers import kill_servers_of, wait_for_workers
 from tests.support.sglang_server import need_sglang
 from tests.support.vllm_server import need_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.sglang, pytest.mark.long]
 

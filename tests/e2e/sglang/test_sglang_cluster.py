@@ -14,9 +14,9 @@ from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_sglang.client import SglangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.smoke]

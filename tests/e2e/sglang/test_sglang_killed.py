@@ -25,8 +25,8 @@ from tests.support.launched_servers import kill_server_at, server_urls, wait_for
 from tests.support.sglang_server import need_sglang
 
 from commutator.errors import CommutatorError
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_sglang.client import SglangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4800)]

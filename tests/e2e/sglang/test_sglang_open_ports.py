@@ -13,7 +13,7 @@ from tests.support.launched_servers import wait_for_workers
 from tests.support.open_ports import listeners, of_others, outside_host
 from tests.support.sglang_server import need_sglang
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.security]
 

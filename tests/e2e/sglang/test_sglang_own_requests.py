@@ -13,7 +13,7 @@ from tests.support.launched_servers import wait_for_workers
 from tests.support.sglang_server import MODEL as SERVED
 from tests.support.sglang_server import SglangServer, running_sglang
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 

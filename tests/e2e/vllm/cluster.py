@@ -12,8 +12,8 @@ from tests.support import launched_servers
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_vllm.client import VllmClient
 from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 

@@ -11,9 +11,9 @@ import yaml
 from tests.e2e.vllm.cluster import CONNECTION, server_urls, wait_for_workers
 from tests.support.vllm_server import need_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.trust import adopt
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 
 
 @pytest.fixture(scope="session")

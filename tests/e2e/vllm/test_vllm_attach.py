@@ -8,8 +8,8 @@ import openai
 import pytest
 from tests.e2e.vllm.cluster import wait_for_workers
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

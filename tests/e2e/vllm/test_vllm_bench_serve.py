@@ -9,7 +9,7 @@ from bench.vllm_client import DATA, bench_serve
 from tests.e2e.vllm.cluster import metric, model_directory, server_urls
 from tests.support.vllm_server import CONFIG
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

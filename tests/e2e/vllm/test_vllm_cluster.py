@@ -8,8 +8,8 @@ from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.e2e.vllm.cluster import metric, server_urls
 from tests.support.chat import compare_chat
 
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

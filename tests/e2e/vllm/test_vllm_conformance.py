@@ -12,8 +12,8 @@ from tests.support.oracle import SOURCE, greedy
 from tests.support.vllm_server import ask_vllm
 
 from commutator.contract.engine import EngineClient
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import EngineContract
 from commutator_vllm.bodies import COMPLETIONS
 from commutator_vllm.client import VllmClient

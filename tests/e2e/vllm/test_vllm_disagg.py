@@ -23,7 +23,7 @@ from tests.e2e.vllm.cluster import (
 )
 from tests.support.vllm_server import ask_vllm, key_headers, need_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

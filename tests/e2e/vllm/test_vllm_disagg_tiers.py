@@ -23,7 +23,7 @@ from tests.e2e.vllm.test_vllm_disagg import (
 from tests.e2e.vllm.test_vllm_tiers import hits
 from tests.support.vllm_server import need_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

@@ -20,7 +20,7 @@ from commutator.contract.worker import WorkerRecord
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.index import PrefixIndex
 from commutator.routing.prefix_index.indexer import KvIndexer
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import collect, make_request
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]

@@ -14,9 +14,9 @@ from commutator import Constraint
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient

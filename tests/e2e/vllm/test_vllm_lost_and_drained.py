@@ -14,7 +14,7 @@ from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_wo
 from tests.support.draining import drain_in_turn
 from tests.support.vllm_server import key_headers
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

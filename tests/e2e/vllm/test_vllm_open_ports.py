@@ -11,7 +11,7 @@ from tests.e2e.vllm.test_vllm_disagg import complete, prompts
 from tests.support.open_ports import listeners, of_others, outside_host
 from tests.support.vllm_server import need_vllm
 
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.security]
 

@@ -24,9 +24,9 @@ from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import RequestError
 from commutator.kv_events.codec import decode_batch
-from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator_engine_kit.launching import api_key_at
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.client import VllmClient
 

@@ -12,7 +12,7 @@ from typing import Any
 from commutator.contract.registry import WorkerUp
 from commutator.contract.worker import EngineLoad
 from commutator.registry.client import RegistryClient
-from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.local_cluster import LocalCluster
 from commutator_trtllm.client import TrtllmClient
 
 __all__ = ["SERVE", "launched", "load_of"]

@@ -368,7 +368,7 @@ def test_a_misspelled_command_names_the_likely_one() -> None:
     assert done.exit_code == 2
     assert "No such command 'serv'. Did you mean 'serve'?" in done.stderr
     assert "Did you mean 'worker ls' or 'top'?" in run("status").stderr
-    assert "Did you mean 'route explain'?" in run("explain").stderr
+    assert "Did you mean 'planner explain' or 'route explain'?" in run("explain").stderr
     assert run("--help").exit_code == 0
     assert "Did you mean" not in run("nothing-like-any").stderr
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from commutator.cli.route import show
 from commutator.contract.request import RequestSummary
 from commutator.contract.routing import (
     BusyConfig,
@@ -20,6 +19,7 @@ from commutator.contract.routing import (
 from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import FALLBACK, ModelRouter
+from commutator_console.route import show
 from commutator_kv_router.policy import KvRouter, KvRouterConfig
 from commutator_replay.fleet import virtual_live_worker
 

@@ -28,6 +28,7 @@ PACKAGES = {
     "planner": "commutator-slo",
     "planner search": "commutator-replay",
     "replay": "commutator-replay",
+    "route": "commutator-console",
     "top": "commutator-console",
 }
 """Commands of our other packages; an error names the package to install."""

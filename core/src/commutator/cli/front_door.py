@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from email.message import Message
 from functools import wraps
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Literal
 
 import click
@@ -20,11 +19,7 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError
 
-__all__ = ["FrontDoor", "LostError", "front_door_options", "prompt_options", "start_text"]
-
-_LIVE = "/admin/live"
-_SILENT_S = 10.0
-"""A live view comes every second."""
+__all__ = ["FrontDoor", "LostError", "front_door_options", "start_text"]
 
 
 class LostError(CommutatorError):
@@ -48,37 +43,79 @@ class FrontDoor:
 
         ``explain`` asks why the worker was chosen.
         """
-        url = (self.admin_url if path == "/health" and self.admin_url else self.url) + path
-        headers = self._headers()
-        if explain:
-            headers["X-Commutator-Explain"] = "1"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, headers)
-        return self._answer(request, path)
+        more = {"X-Commutator-Explain": "1"} if explain else {}
+        with self.ask(path, body, at_admin=path == "/health", headers=more) as answer:
+            return answer.headers, _json(answer)
 
-    def _headers(self) -> dict[str, str]:
+    def health(self) -> dict[str, Any]:
+        """The answer of /health."""
+        return self.call("/health")[1]
+
+    def administer(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Any:
+        """The JSON answer of a path below /admin: with the key if there is one.
+
+        Without a key the front door is asked on its Unix socket, which only the user reaches who
+        started the deployment.
+        """
+        local = None if self.api_key else self.health().get("socket")
+        if local is None and not self.api_key:
+            raise CommutatorError(f"{self.url} has no Unix socket; set COMMUTATOR_API_KEY")
+        given = (body or {}) if method == "POST" else None
+        with self.ask(path, given, at_admin=True, local=local, timeout_s=timeout_s) as answer:
+            return _json(answer)
+
+    @contextmanager
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        at_admin: bool = False,
+        local: str | None = None,
+        timeout_s: float = 60.0,
+        headers: Mapping[str, str] = {},
+    ) -> Iterator[HTTPResponse]:
+        """The answer, as it comes; GET without a body, POST with one.
+
+        ``at_admin``: where operators ask. ``local``: on this Unix socket instead. ``timeout_s``
+        bounds each wait for bytes. Raises LostError when nobody answers, or stops to.
+        """
+        base = (self.admin_url if at_admin else None) or self.url
+        url = ("http://localhost" if local else base) + path
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return {"Content-Type": "application/json", **key}
-
-    def _answer(
-        self, request: urllib.request.Request, path: str, timeout_s: float = 60.0
-    ) -> tuple[Message, Any]:
-        url = request.full_url
+        request = urllib.request.Request(
+            url,
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json", **key, **headers},
+        )
+        opener = urllib.request.build_opener()
+        if local is not None:
+            no_proxy = urllib.request.ProxyHandler({})
+            opener = urllib.request.build_opener(no_proxy, _LocalHandler(local))
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.headers, json.loads(answer.read())
+            with opener.open(request, timeout=timeout_s) as answer:
+                yield answer
         except urllib.error.HTTPError as error:
-            text = _refusal(url, error.code, error.read(), error.reason)
-            hint = self._hint(path, error.code)
+            text = _refusal(path if local else url, error.code, error.read(), error.reason)
+            hint = None if local else self._hint(path, error.code)
             raise CommutatorError(f"{text}\n  {hint}" if hint else text) from error
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            reason = getattr(reason, "strerror", None) or reason
-            raise CommutatorError(f"{url}: {reason}; is `commutator serve` running?") from error
-        except ValueError as error:
-            raise CommutatorError(
-                f"{url} is not a front door: its answer is not JSON: {error}"
-            ) from error
+            why = getattr(reason, "strerror", None) or reason
+            if local and isinstance(reason, FileNotFoundError | PermissionError):
+                raise CommutatorError(
+                    f"{local}: {why}\n  run this on the deployment's machine as the user who "
+                    "started it, or set COMMUTATOR_API_KEY to a key with the permission "
+                    '"admin"'
+                ) from error
+            raise LostError(f"{local or url}: {why}; is `commutator serve` running?") from error
 
     def _hint(self, path: str, status: int) -> str | None:
         """What a person can do about an error."""
@@ -98,99 +135,6 @@ class FrontDoor:
             )
         return None
 
-    def health(self) -> dict[str, Any]:
-        """The answer of /health."""
-        return self.call("/health")[1]
-
-    def administer(
-        self,
-        method: Literal["GET", "POST"],
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout_s: float = 60.0,
-    ) -> Any:
-        """The JSON answer of a path below /admin: with the key if there is one.
-
-        Without a key the front door is asked on its Unix socket, which only the user reaches who
-        started the deployment.
-        """
-        data = json.dumps(body or {}).encode() if method == "POST" else None
-        if self.api_key:
-            url = (self.admin_url or self.url) + path
-            request = urllib.request.Request(url, data, self._headers(), method=method)
-            return self._answer(request, path, timeout_s)[1]
-        path_of_socket = self.health().get("socket")
-        if path_of_socket is None:
-            raise CommutatorError(f"{self.url} has no Unix socket; set COMMUTATOR_API_KEY")
-        connection = _LocalConnection(path_of_socket, timeout_s)
-        try:
-            connection.request(method, path, data, self._headers())
-            answer = connection.getresponse()
-            text = answer.read()
-        except (FileNotFoundError, PermissionError) as error:
-            raise CommutatorError(
-                f"{path_of_socket}: {error.strerror}\n  run this on the deployment's machine as "
-                "the user who started it, or set COMMUTATOR_API_KEY to a key with the permission "
-                '"admin"'
-            ) from error
-        except (OSError, HTTPException) as error:
-            raise CommutatorError(
-                f"{path_of_socket}: {error}; is `commutator serve` running?"
-            ) from error
-        finally:
-            connection.close()
-        if answer.status != HTTPStatus.OK:
-            raise CommutatorError(_refusal(path, answer.status, text, answer.reason))
-        return json.loads(text)
-
-    def live(self) -> Iterator[dict[str, Any]]:
-        """Snapshots of the live view, until the front door ends the stream.
-
-        Raises LostError when it goes away. Without a key the Unix socket is asked, as by
-        ``administer``; where it is not to be reached, the address, which serves its own machine.
-        """
-        local = None if self.api_key else self._local_connection()
-        if local is not None:
-            with closing(local):
-                yield from self._live_locally(local)
-            return
-        url = (self.admin_url or self.url) + _LIVE
-        request = urllib.request.Request(url, None, self._headers())
-        try:
-            with urllib.request.urlopen(request, timeout=_SILENT_S) as answer:
-                yield from _events(answer)
-        except urllib.error.HTTPError as error:
-            text = _refusal(url, error.code, error.read(), error.reason)
-            hint = self._hint(_LIVE, error.code)
-            raise CommutatorError(f"{text}\n  {hint}" if hint else text) from error
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise LostError(f"{self.url}: {reason}; is `commutator serve` running?") from error
-
-    def _local_connection(self) -> _LocalConnection | None:
-        """To the front door's Unix socket, if this user reaches it from here."""
-        try:
-            path = self.health().get("socket")
-        except CommutatorError as error:
-            if isinstance(error.__cause__, urllib.error.HTTPError):
-                raise
-            raise LostError(str(error)) from error
-        if path is None or not os.access(path, os.R_OK | os.W_OK):
-            return None
-        return _LocalConnection(path, _SILENT_S)
-
-    def _live_locally(self, connection: _LocalConnection) -> Iterator[dict[str, Any]]:
-        try:
-            connection.request("GET", _LIVE, None, self._headers())
-            answer = connection.getresponse()
-            if answer.status != HTTPStatus.OK:
-                text = _refusal(_LIVE, answer.status, answer.read(), answer.reason)
-                raise CommutatorError(text)
-            yield from _events(answer)
-        except (OSError, HTTPException) as error:
-            raise LostError(f"{self.url}: {error}") from error
-
     def workers(self, worker_id: str | None = None) -> list[dict[str, Any]]:
         """The workers, or only ``worker_id``, as /health shows them."""
         known: list[dict[str, Any]] = self.health()["workers"]
@@ -202,25 +146,23 @@ class FrontDoor:
             )
         return found
 
-    def prompt(self, text: str, model: str | None, *, chat: bool) -> dict[str, Any]:
-        """The body of a request for a prompt or a user's message; by default to the only model."""
-        if model is None:
-            names = [one["id"] for one in self.call("/v1/models")[1]["data"]]
-            if len(names) != 1:
-                known = ", ".join(names)
-                raise CommutatorError(
-                    f"{self.url} serves several models; add --model, one of: {known}"
-                )
-            model = names[0]
-        content = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-        return {"model": model, **content}
+
+class _LocalHandler(urllib.request.HTTPHandler):
+    """Sends requests to a Unix socket, whatever their URL."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_LocalConnection, req, path=self._path)
 
 
 class _LocalConnection(HTTPConnection):
     """To a Unix socket."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
+    def __init__(self, host: str, *, path: str, timeout: float) -> None:
+        super().__init__(host, timeout=timeout)
         self._path = path
 
     def connect(self) -> None:
@@ -229,14 +171,13 @@ class _LocalConnection(HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _events(answer: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events that are snapshots; ``answer`` is lines."""
-    event = b""
-    for line in answer:
-        if line.startswith(b"event: "):
-            event = line[7:].strip()
-        elif line.startswith(b"data: ") and event == b"snapshot":
-            yield json.loads(line[6:])
+def _json(answer: HTTPResponse) -> Any:
+    try:
+        return json.loads(answer.read())
+    except ValueError as error:
+        raise CommutatorError(
+            f"{answer.url} is not a front door: its answer is not JSON: {error}"
+        ) from error
 
 
 def _refusal(where: str, status: int, text: bytes, reason: object) -> str:
@@ -285,15 +226,6 @@ def front_door_options(command: Callable[..., None]) -> Callable[..., None]:
         help="Bearer token, if the front door requires one.",
     )
     return url(admin(key(with_door)))
-
-
-def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The argument PROMPT with ``--model`` and ``--chat``."""
-    model = click.option("--model", help="The model; optional when only one is served.")
-    chat = click.option(
-        "--chat", is_flag=True, help="Send PROMPT as a user's message, through the chat template."
-    )
-    return click.argument("prompt")(model(chat(command)))
 
 
 def _base_url(_context: click.Context, _option: click.Parameter, url: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any
 
@@ -12,7 +13,7 @@ import click
 
 from commutator import __version__
 from commutator.cli.added import PACKAGES, AddedCommands
-from commutator.errors import CommutatorError
+from commutator.errors import CommutatorError, PluginError
 
 __all__ = ["main"]
 
@@ -37,7 +38,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "commutator.cli.worker:worker",
         "List workers; drain one, change its role; run some of a cluster.",
     ),
-    "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
     "completion": (
         "commutator.cli.completion:completion",
@@ -95,12 +95,12 @@ class LazyGroup(click.Group):
         from difflib import get_close_matches
 
         known = [*self.list_commands(ctx), *(name for name in PACKAGES if " " not in name)]
-        groups = {name: self.get_command(ctx, name) for name in COMMANDS}
-        inside = [
-            f"{name} {cmd_name}"
-            for name, group in groups.items()
-            if isinstance(group, click.Group) and cmd_name in group.commands
-        ]
+        inside = []
+        for name in self.list_commands(ctx):
+            with suppress(PluginError):  # one that cannot be imported is not what is meant
+                group = self.get_command(ctx, name)
+                if isinstance(group, click.Group) and cmd_name in group.commands:
+                    inside.append(f"{name} {cmd_name}")
         return _MEANT.get(cmd_name) or inside or get_close_matches(cmd_name, known, n=1)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

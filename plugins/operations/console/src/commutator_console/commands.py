@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator top` and `commutator kv`."""
+    """`commutator top`, `commutator route` and `commutator kv`."""
     register("top", "Show a running deployment live, in the terminal.", _top)
+    register("route", "Show where a prompt is routed, and why.", _route)
     register("kv", "Show and change the KV blocks in storage tiers.", _kv)
 
 
 def _top() -> Any:
     return import_module("commutator_console.top").top
+
+
+def _route() -> Any:
+    return import_module("commutator_console.route").route
 
 
 def _kv() -> Any:

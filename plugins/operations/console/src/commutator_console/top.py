@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from commutator.cli.front_door import FrontDoor, LostError, front_door_options
+from commutator_console.door import live
 from commutator_console.view import History, view
 
 __all__ = ["followed", "top"]
@@ -35,7 +36,7 @@ def top(door: FrontDoor, once: bool) -> None:
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)
     if once:
-        snapshots = door.live()
+        snapshots = live(door)
         history.add(next(snapshots))
         snapshot = next(snapshots)  # the first has no rates yet
         history.add(snapshot)
@@ -46,7 +47,7 @@ def top(door: FrontDoor, once: bool) -> None:
         _keys() as quits,
         Live(console=console, screen=True, auto_refresh=False) as screen,
     ):
-        for found, lost in followed(door.live):
+        for found, lost in followed(lambda: live(door)):
             if lost is None:
                 history.add(found)
             screen.update(view(found, history, console.height, lost), refresh=True)

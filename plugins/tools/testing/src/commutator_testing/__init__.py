@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.supervisor.local_cluster import LocalCluster
+    from commutator_scaffold.local_cluster import LocalCluster
     from commutator_testing.authenticators import AuthenticatorContract
     from commutator_testing.commands import CommandContract
     from commutator_testing.disagg import DisaggContract
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "commutator.supervisor.local_cluster": ("LocalCluster",),
+    "commutator_scaffold.local_cluster": ("LocalCluster",),
     "commutator_testing.authenticators": ("AuthenticatorContract",),
     "commutator_testing.commands": ("CommandContract",),
     "commutator_testing.disagg": ("DisaggContract",),

@@ -13,7 +13,7 @@ import click
 import msgspec
 from attrs import frozen
 
-from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
+from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.options import NumberRange
 from commutator.contract.worker import (
     KvStatistics,
@@ -22,6 +22,7 @@ from commutator.contract.worker import (
     TierVerification,
 )
 from commutator.errors import CommutatorError
+from commutator_console.door import prompt_body, prompt_options
 from commutator_console.kv.tables import show_contents, show_statistics, show_verified, show_why
 
 __all__ = [
@@ -136,7 +137,7 @@ def why(
     prompt: str, model: str | None, chat: bool, cache_salt: str | None, workers: Workers
 ) -> None:
     """Show which blocks of PROMPT would be reused, from which tier, and why others would not."""
-    body = workers.door.prompt(prompt, model, chat=chat)
+    body = prompt_body(workers.door, prompt, model, chat=chat)
     tokenized = workers.door.call("/tokenize", body)[1]
     question = {"token_ids": tokenized["tokens"], "cache_salt": cache_salt}
     workers.ask(

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
+from commutator.cli.front_door import FrontDoor, front_door_options
+from commutator_console.door import prompt_body, prompt_options
 
 __all__ = ["route"]
 
@@ -28,7 +29,7 @@ def explain(prompt: str, model: str | None, chat: bool, door: FrontDoor, as_json
     """Request one token for PROMPT; show every candidate, its scores, and the reason."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     headers, _ = door.call(
-        path, {"max_tokens": 1, **door.prompt(prompt, model, chat=chat)}, explain=True
+        path, {"max_tokens": 1, **prompt_body(door, prompt, model, chat=chat)}, explain=True
     )
     decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
     if as_json:
