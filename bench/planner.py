@@ -25,11 +25,12 @@ from attrs import frozen
 from rich.console import Console
 from rich.table import Table
 
+from bench.peer_planners import PEERS, PeerReplays
 from bench.result import Figure
 from commutator.config.load import load_config
 from commutator.contract.planner import EnginePerformance
-from commutator_replay.peers import PEERS
-from commutator_replay.planners import PlannedReplays, PlanReport, work_by_second
+from commutator_replay.clairvoyant import work_by_second
+from commutator_replay.planners import PlanReport
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import RateRow, from_rates, is_rates, load_trace, read_rates
 from commutator_replay.trace import TraceRequest
@@ -68,7 +69,7 @@ class Judged:
     """Workers that are ready when the trace begins."""
 
     @contextmanager
-    def replays(self, start_up_s: float) -> Iterator[PlannedReplays]:
+    def replays(self, start_up_s: float) -> Iterator[PeerReplays]:
         """What runs it."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "planner.yaml"
@@ -89,7 +90,7 @@ planner:
 """
             )
             loaded = load_config([file])
-            yield PlannedReplays(Replays(loaded, str(file), self.name, Targets(1, 1)))
+            yield PeerReplays(Replays(loaded, str(file), self.name, Targets(1, 1)))
 
 
 def prepared(name: str, trace: Sequence[TraceRequest]) -> Judged:
@@ -170,7 +171,7 @@ class _Trying:
     first: Sequence[float] = ()
 
 
-def _trying(replays: PlannedReplays, policy: str, trace: Sequence[TraceRequest]) -> _Trying:
+def _trying(replays: PeerReplays, policy: str, trace: Sequence[TraceRequest]) -> _Trying:
     if policy == FIXED:
         return _Trying(
             run=lambda workers: replays.fixed(int(workers), trace),

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
+from commutator.contract.worker import Role
+from commutator_replay.clairvoyant import Schedule
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 EXAMPLE = EXAMPLES / "replay-planner.yaml"
@@ -93,22 +95,6 @@ def test_planners_are_compared_side_by_side(trace: Path) -> None:
     assert found["ours"]["worker_hours"] < found[smallest]["worker_hours"]
     assert found["clairvoyant"]["attained"] >= 0.95
     assert found["clairvoyant"]["worker_hours"] < found["ours"]["worker_hours"]
-
-
-def test_planners_of_other_projects_stand_beside(trace: Path) -> None:
-    names = ["hpa:3", "kpa:3", "apa:3", "ray", "wva", "dynamo_load:0.5", "dynamo_sla", "ours"]
-    found = planned(trace, "--compare-planners", ",".join(names), "--requests", "900", *FAST, *FEW)
-    assert list(found) == [*names[:3], "ray:2", "wva:1", "dynamo_load:0.5", "dynamo_sla:1", "ours"]
-    assert {one["requests"] for one in found.values()} == {900}
-    assert all(one["worker_hours"] > 0 for one in found.values())
-
-
-def test_the_best_knob_of_a_peer_is_found_in_hindsight(trace: Path) -> None:
-    few = ("--requests", "900", *FAST, *FEW)
-    (best,) = planned(trace, "--compare-planners", "hpa", *few).values()
-    (generous,) = planned(trace, "--compare-planners", "hpa:0.5", *few).values()
-    assert best["attained"] >= 0.95
-    assert best["worker_hours"] < generous["worker_hours"]
 
 
 def test_equal_seeds_give_equal_plans(trace: Path) -> None:
@@ -216,7 +202,6 @@ def test_a_picture_shows_demand_and_workers(trace: Path, tmp_path: Path) -> None
         (("--plan", "--target-ttft", "1"), "its own targets"),
         (("--compare-planners", "slo,none"), 'no planner "none"; there are slo, ours, fixed,'),
         (("--compare-planners", "fixed:0"), "expected fixed:N"),
-        (("--compare-planners", "hpa:0"), "expected hpa, hpa:best, or hpa:X"),
         (("--compare-planners", "clairvoyant:3"), 'no planner "clairvoyant:3"'),
         (
             ("--plan", "--set", "planner.budget.workers=2", "--set", "planner.bounds.both=[3, 4]"),
@@ -250,3 +235,13 @@ def test_without_the_option_the_fleet_stays_and_a_warning_says_so(trace: Path) -
 def test_what_is_replayed_can_be_served(trace: Path) -> None:
     done = CliRunner().invoke(main, ["config", "check", str(EXAMPLE)])
     assert done.exit_code == 0, done.output
+
+
+def test_a_schedule_has_workers_ready_when_they_are_needed() -> None:
+    work = [1.0] * 600 + [4.0] * 600 + [1.0] * 600
+    schedule = Schedule(Role.BOTH, 1.0, work, 115.0)
+    assert schedule.workers_at(0.0) == 2, "1 + sqrt(1)"
+    assert schedule.workers_at(479.0) == 2
+    assert schedule.workers_at(480.0) == 6, "4 + sqrt(4), two minutes ahead"
+    assert schedule.workers_at(1100.0) == 6
+    assert schedule.workers_at(1320.0) == 2

@@ -139,9 +139,8 @@ class Asked:
 @click.option(
     "--compare-planners",
     help="Several planners, separated by commas, one row each: `ours` (the file's own), other "
-    "kinds, `fixed:N`, `fixed` (the smallest constant fleet, in hindsight), `clairvoyant` (a "
-    "schedule made from the trace), and those of other projects, such as `hpa` or `dynamo_sla`; "
-    "`hpa:8` sets their knob.",
+    "installed kinds, `fixed:N`, `fixed` (the smallest constant fleet, in hindsight), and "
+    "`clairvoyant` (a schedule made from the trace).",
 )
 @click.option(
     "--tune",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from commutator.config.tree import find
 from commutator.contract.planner import (
     EnginePerformance,
     Observation,
+    PlannerBudget,
     PlannerConfig,
     PlannerContext,
     PlannerPolicy,
@@ -23,22 +23,18 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.planning import ActionKind, FleetPlanner
+from commutator_replay.clairvoyant import Schedule, work_by_second
 from commutator_replay.fleet import VirtualWorker
-from commutator_replay.peers import PEERS, Peer, PeerPlanner, Schedule
 from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
-from commutator_replay.setup import Replays
+from commutator_replay.setup import Replays, named_workers
 from commutator_replay.trace import TraceRequest
 from commutator_replay.tuning import ReplayTuning, TunedAt
 from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
-from commutator_slo.config import SloConfig
-from commutator_slo.policy import Slo, forecaster_of
-from commutator_slo.situation import Forecaster
 from commutator_tuning.config import TrialsConfig
 
 __all__ = [
-    "BEST",
     "CLAIRVOYANT",
     "FIXED",
     "OURS",
@@ -46,7 +42,6 @@ __all__ = [
     "PlanReport",
     "PlannedReplays",
     "Sample",
-    "work_by_second",
 ]
 
 FIXED = "fixed"
@@ -55,13 +50,11 @@ CLAIRVOYANT = "clairvoyant"
 """The cheapest schedule of one form that attains the targets, made from the trace itself."""
 OURS = "ours"
 """The file's own planner."""
-BEST = "best"
-"""In the place of a knob: the one of the cheapest fleet that attains the targets, in hindsight."""
 
 _OF_A_ROLE = frozenset({"name", "role", "replicas"})
 _KNOBS_TRIED = 8
-_MOST_MARGIN = 8.0
-"""For schedules: the most workers beyond the work, in square roots of the work."""
+_MARGINS = (-1.0, 8.0)
+"""Of the schedules tried: workers beyond the work, in square roots of the work."""
 
 
 @frozen
@@ -140,23 +133,6 @@ class _Constant(PlannerPolicy[None]):
 
 
 @frozen
-class _Times(Forecaster[Any]):
-    """Another forecaster's growth, times a factor."""
-
-    inner: Forecaster[Any]
-    factor: float
-
-    def begin(self) -> Any:
-        return self.inner.begin()
-
-    def update(self, state: Any, time_s: float, level: float, lead_s: float) -> Any:
-        return self.inner.update(state, time_s, level, lead_s)
-
-    def growth(self, state: Any, lead_s: float) -> float:
-        return self.inner.growth(state, lead_s) * self.factor
-
-
-@frozen
 class PlannedReplays:
     """Runs one file's trace under several planners."""
 
@@ -175,65 +151,42 @@ class PlannedReplays:
         """The planners that ``option`` lists. Raises ConfigError if one cannot be run."""
         names = [name.strip() for name in written.split(",")]
         for name in names:
-            self._check(name, option)
+            self.check(name, option)
         return names
 
     def run(self, name: str, trace: Sequence[TraceRequest]) -> PlanReport:
         """Replay under one planner, as the names that `--compare-planners` takes."""
-        kind, _, knob = name.partition(":")
+        kind, _, workers = name.partition(":")
         if kind == FIXED:
-            return self.fixed(int(knob), trace) if knob else self._smallest(trace)
+            return self.fixed(int(workers), trace) if workers else self._smallest(trace)
         if kind == CLAIRVOYANT:
-            return self._best_schedule(trace)
-        if self._is_peer(kind):
-            wanted = PEERS[kind].default if not knob else None if knob == BEST else float(knob)
-            return self._best_peer(kind, trace) if wanted is None else self.peer(
-                kind, wanted, trace
-            )  # fmt: skip
-        return self._planned(name, self._config(name), trace)
+            return self.cheapest(lambda margin: self.schedule(margin, trace), *_MARGINS)
+        return self.planned(name, self.config_of(name), trace)
 
-    def ours(
-        self, headroom: float, trace: Sequence[TraceRequest], attainment: float | None = None
+    def planned(
+        self,
+        name: str,
+        config: PlannerConfig,
+        trace: Sequence[TraceRequest],
+        make: Callable[[Any, PlannerContext], PlannerPolicy[Any]] | None = None,
     ) -> PlanReport:
-        """Replay under the file's own planner, whose forecasts count ``1 + headroom`` times.
-
-        ``attainment``: what is asked, instead of what the file says.
-        """
-        config = self._config(OURS)
-        if attainment is not None:
-            config = evolve(config, targets=evolve(config.targets, attainment=attainment))
-        return self._planned(OURS, config, trace, 1 + headroom)
-
-    def _planned(
-        self, name: str, config: PlannerConfig, trace: Sequence[TraceRequest], factor: float = 1.0
-    ) -> PlanReport:
+        """Replay under the planner of ``config``, or the one that ``make`` makes of it."""
         makers, performance = self._roles()
-        policy = self._policy(config, PlannerContext(performance=performance), factor)
-        planner = FleetPlanner(config, performance, policy)
-        fleet = self.replays.fleet(roles=self._has_roles)
+        if make is None:
+            make = self.replays.loaded.host.planners.kinds[config.kind].thing
+        policy = make(config, PlannerContext(performance=performance))
         tuning = self._tuning(config, trace)
         planning = Planning(
-            planner=planner,
-            config=config,
+            planner=FleetPlanner(config, performance, policy),
             make_engine=makers,
             may_become=self._may_become() if self._has_roles else {},
             tuning=tuning,
         )
+        fleet = self.replays.fleet(roles=self._has_roles)
         report = self._report(name, trace, planning, fleet)
         if tuning is None:
             return report
         return evolve(report, tuning=tuning.steps, tuned=tuning.values)
-
-    def _policy(
-        self, config: PlannerConfig, context: PlannerContext, factor: float
-    ) -> PlannerPolicy[Any]:
-        """``factor``: how many times the forecasts of the planner `slo` count."""
-        if factor == 1.0:
-            host = self.replays.loaded.host
-            return host.planners.kinds[config.kind].thing(config, context)
-        if not isinstance(config, SloConfig):
-            raise ConfigError([f"planner.kind: {config.kind} has no forecasts"], self.replays.file)
-        return Slo(config, context, forecaster=_Times(forecaster_of(config), factor))
 
     def _tuning(self, config: PlannerConfig, trace: Sequence[TraceRequest]) -> ReplayTuning | None:
         wanted = config.tuning
@@ -246,76 +199,64 @@ class PlannedReplays:
 
     def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
         """Replay with a constant number of ``workers``, whatever bounds and budget say."""
-        makers, performance = self._roles()
-        (role,) = performance
+        role, _ = self.only_role()
         bounds = evolve(self.config.bounds, **{role.value: (workers, workers)})
-        config = evolve(self.config, bounds=bounds, budget=type(self.config.budget)())
-        planner = FleetPlanner(config, performance, _Constant(role, workers))
-        planning = Planning(planner=planner, config=config, make_engine=makers)
-        fleet = _fleet(workers, makers[role], role)
-        return self._report(f"{FIXED}:{workers}", trace, planning, fleet)
-
-    def peer(self, kind: str, knob: float, trace: Sequence[TraceRequest]) -> PlanReport:
-        """Replay under a planner of another project, with this value of its knob."""
-        ((_, performance),) = self._roles()[1].items()
-        peer = PEERS[kind].make(knob, performance, self.config.targets)
-        return self._with(f"{kind}:{knob:.3g}", peer, trace, None)
+        config = evolve(self.config, bounds=bounds, budget=PlannerBudget())
+        return self.under(f"{FIXED}:{workers}", _Constant(role, workers), trace, config, workers)
 
     def schedule(self, margin: float, trace: Sequence[TraceRequest]) -> PlanReport:
         """Replay under a schedule made from the trace; ``margin`` is that of ``Schedule``.
 
         The first workers are ready when the trace begins.
         """
-        ((_, performance),) = self._roles()[1].items()
+        role, performance = self.only_role()
         work = work_by_second(trace, performance)
+        schedule = Schedule(role, margin, work, self.config.start_up_s)
+        config = evolve(self.config, interval_s=schedule.interval_s)
+        return self.under(CLAIRVOYANT, schedule, trace, config, schedule.workers_at(0.0))
 
-        def make() -> Schedule:
-            return Schedule(margin, work, self.config.start_up_s)
-
-        return self._with(CLAIRVOYANT, make(), trace, make().workers_at(0.0))
-
-    def _with(
-        self, name: str, peer: Peer, trace: Sequence[TraceRequest], first: int | None
+    def under(
+        self,
+        name: str,
+        policy: PlannerPolicy[Any],
+        trace: Sequence[TraceRequest],
+        config: PlannerConfig,
+        first: int | None = None,
     ) -> PlanReport:
-        """Replay under a peer, beginning with the file's workers, or with ``first``."""
+        """Replay under a policy of the only role, beginning with ``first`` workers.
+
+        None: with the file's.
+        """
         makers, performance = self._roles()
         (role,) = performance
-        config = evolve(self.config, interval_s=peer.interval_s)
-        planning = Planning(
-            planner=PeerPlanner(peer, config, role), config=config, make_engine=makers
-        )
+        planner = FleetPlanner(config, performance, policy)
         fleet = self.replays.fleet(roles=False)
         if first is not None:
-            fleet = _fleet(first, makers[role], role)
-        return self._report(name, trace, planning, fleet)
+            fleet = named_workers([(role, makers[role])] * first)
+        return self._report(name, trace, Planning(planner=planner, make_engine=makers), fleet)
 
-    def _best_peer(self, kind: str, trace: Sequence[TraceRequest]) -> PlanReport:
-        """The cheapest of the replays tried that attained the targets, or the one that did best."""
-        one = PEERS[kind]
-        low, high = math.log(one.least), math.log(one.most)
+    def cheapest(
+        self, run: Callable[[float], PlanReport], fewest: float, most: float
+    ) -> PlanReport:
+        """The cheapest of the replays tried that attained the targets, or the one that did best.
+
+        ``fewest`` and ``most``: the knobs that ``run`` takes of the smallest and the largest fleet.
+        """
+        goal = self.config.targets.attainment
         tried: list[PlanReport] = []
         for _ in range(_KNOBS_TRIED):
-            middle = (low + high) / 2
-            tried.append(self.peer(kind, math.exp(middle), trace))
-            attains = tried[-1].attained >= self.config.targets.attainment
-            low, high = (middle, high) if attains else (low, middle)
-        return self._cheapest(tried)
-
-    def _best_schedule(self, trace: Sequence[TraceRequest]) -> PlanReport:
-        low, high = -1.0, _MOST_MARGIN
-        tried: list[PlanReport] = []
-        for _ in range(_KNOBS_TRIED):
-            middle = (low + high) / 2
-            tried.append(self.schedule(middle, trace))
-            attains = tried[-1].attained >= self.config.targets.attainment
-            low, high = (low, middle) if attains else (middle, high)
-        return self._cheapest(tried)
-
-    def _cheapest(self, tried: Sequence[PlanReport]) -> PlanReport:
-        able = [one for one in tried if one.attained >= self.config.targets.attainment]
-        if able:
+            middle = (fewest + most) / 2
+            tried.append(run(middle))
+            attains = tried[-1].attained >= goal
+            fewest, most = (fewest, middle) if attains else (middle, most)
+        if able := [one for one in tried if one.attained >= goal]:
             return min(able, key=lambda one: one.worker_hours)
         return max(tried, key=lambda one: one.attained)
+
+    def only_role(self) -> tuple[Role, EnginePerformance]:
+        """The role of all workers, where it is one, and how fast one is."""
+        (found,) = self._roles()[1].items()
+        return found
 
     @property
     def _has_roles(self) -> bool:
@@ -362,7 +303,7 @@ class PlannedReplays:
 
     def _smallest(self, trace: Sequence[TraceRequest]) -> PlanReport:
         """The smallest constant fleet within the bounds that attains the targets, or the most."""
-        (role,) = self._roles()[1]
+        role, _ = self.only_role()
         fewest, most = self.config.bounds.of(role)
         low, high = max(1, fewest), max(1, most)
         found: PlanReport | None = None
@@ -377,31 +318,24 @@ class PlannedReplays:
             found = self.fixed(low, trace)
         return found
 
-    def _is_peer(self, kind: str) -> bool:
-        """Whether the name means a peer: a planner that is installed comes first."""
-        return kind in PEERS and kind not in self.replays.loaded.host.planners.kinds
-
-    def _check(self, name: str, option: str) -> None:
-        kind, _, knob = name.partition(":")
-        known = kind in (FIXED, CLAIRVOYANT) or self._is_peer(kind)
-        if kind == FIXED and name != FIXED and not (knob.isdecimal() and int(knob)):
+    def check(self, name: str, option: str) -> None:
+        """Raises ConfigError if the planner ``name`` of ``option`` cannot be run."""
+        kind, colon, workers = name.partition(":")
+        if kind == FIXED and colon and not (workers.isdecimal() and int(workers)):
             raise ConfigError([f"{name}: expected {FIXED}:N with N workers"], option)
-        if kind in PEERS and known and name != kind and knob != BEST and not _is_positive(knob):
-            problem = f"{name}: expected {kind}, {kind}:{BEST}, or {kind}:X with X above 0"
-            raise ConfigError([problem], option)
-        if known and len(self._roles()[1]) > 1:
+        if kind != FIXED and name != CLAIRVOYANT:
+            self.config_of(name, option)
+        elif len(self._roles()[1]) > 1:
             raise ConfigError([f"{name}: needs workers of one role only"], option)
-        if not known or (name.partition(":")[1] and kind == CLAIRVOYANT):
-            self._config(name, option)
 
-    def _config(self, name: str, option: str = "--compare-planners") -> PlannerConfig:
+    def config_of(self, name: str, option: str = "--compare-planners") -> PlannerConfig:
         """The file's own options, or those that all planners share for another planner."""
         if name in (self.config.kind, OURS):
             return self.config
         kind = self.replays.loaded.host.planners.kinds.get(name)
         if kind is None:
             known = sorted(self.replays.loaded.host.planners.kinds)
-            names = ", ".join([*known, OURS, FIXED, f"{FIXED}:N", CLAIRVOYANT, *PEERS])
+            names = ", ".join([*known, OURS, FIXED, f"{FIXED}:N", CLAIRVOYANT])
             raise ConfigError([f'no planner "{name}"; there are {names}'], option)
         fields = attrs.fields(kind.config_class)
         shared = {one.name for one in attrs.fields(PlannerConfig)} - {"kind"}
@@ -426,32 +360,6 @@ class PlannedReplays:
     ) -> PlanReport:
         outcome = self.replays.planned(trace, planning, fleet)
         return _plan_report(name, outcome, self.config)
-
-
-def work_by_second(trace: Sequence[TraceRequest], performance: EnginePerformance) -> list[float]:
-    """Seconds of a full worker that arrive in each second, where no prompt is computed twice."""
-    begun_s = trace[0].timestamp / 1000
-    work = [0.0] * (math.ceil(trace[-1].timestamp / 1000 - begun_s) + 1)
-    seen: set[int] = set()
-    for one in trace:
-        blocks = one.full_blocks
-        cached = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-        tokens = one.input_length - cached * one.block_tokens
-        second = int(one.timestamp / 1000 - begun_s)
-        work[second] += performance.work_s(tokens, one.output_length)
-    return work
-
-
-def _fleet(workers: int, make: Callable[[], VirtualEngine], role: Role) -> list[VirtualWorker]:
-    return [VirtualWorker.make(f"worker-{number:03}", make(), role) for number in range(workers)]
-
-
-def _is_positive(written: str) -> bool:
-    try:
-        return 0 < float(written) < math.inf
-    except ValueError:
-        return False
 
 
 def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanReport:

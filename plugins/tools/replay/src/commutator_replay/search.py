@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from commutator.contract.planner import EnginePerformance
-from commutator_replay.trace import TraceRequest, at_rate
+from commutator_replay.trace import TraceRequest, at_rate, uncached_tokens
 
 __all__ = [
     "Layout",
@@ -112,15 +112,8 @@ class Result:
 
 def load_of(trace: Sequence[TraceRequest]) -> Load:
     """The mean request, with prompts that reuse the longest prefix seen before."""
-    seen: set[int] = set()
-    uncached = 0
-    for one in trace:
-        blocks = one.full_blocks
-        cached = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-        uncached += one.input_length - cached * one.block_tokens
     return Load(
-        prompt_tokens=uncached / len(trace),
+        prompt_tokens=fmean(uncached_tokens(trace)),
         context_tokens=fmean(one.input_length for one in trace),
         output_tokens=fmean(one.output_length for one in trace),
     )

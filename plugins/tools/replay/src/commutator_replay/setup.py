@@ -29,6 +29,7 @@ __all__ = [
     "AGGREGATED",
     "Replays",
     "Targets",
+    "named_workers",
 ]
 
 MakeT = TypeVar("MakeT")
@@ -114,7 +115,7 @@ class Replays:
         for role, make in self.makers(roles=self.config.disaggregation is not None):
             makers.setdefault(role, make)
         wanted = [(role, makers[role]) for role, number in replicas.items() for _ in range(number)]
-        return _named(wanted)
+        return named_workers(wanted)
 
     def _outcome(
         self,
@@ -158,7 +159,7 @@ class Replays:
 
     def fleet(self, *, roles: bool) -> list[VirtualWorker]:
         """The file's workers; without ``roles``, all are of the role both."""
-        return _named(self.makers(roles=roles))
+        return named_workers(self.makers(roles=roles))
 
     def makers(self, *, roles: bool) -> list[tuple[Role, Callable[[], VirtualEngine]]]:
         """The role of each of the file's workers, and what makes one."""
@@ -229,7 +230,10 @@ class Replays:
         return _known(kinds, name, config.kind, "disaggregation", option)
 
 
-def _named(makers: Sequence[tuple[Role, Callable[[], VirtualEngine]]]) -> list[VirtualWorker]:
+def named_workers(
+    makers: Sequence[tuple[Role, Callable[[], VirtualEngine]]],
+) -> list[VirtualWorker]:
+    """A worker of each role, with an engine of its own."""
     digits = max(3, len(str(len(makers) - 1)))  # so that workers are in the order of their ids
     return [
         VirtualWorker.make(f"worker-{number:0{digits}}", make(), role)

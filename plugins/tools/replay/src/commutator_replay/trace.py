@@ -22,6 +22,7 @@ __all__ = [
     "checked",
     "ideal_hit_ratio",
     "read_trace",
+    "uncached_tokens",
     "with_chats",
 ]
 
@@ -77,16 +78,6 @@ class _Row(msgspec.Struct):
     hash_ids: tuple[int, ...]
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_TOKENS
 
-    def request(self, line: int) -> TraceRequest:
-        return TraceRequest(
-            self.timestamp,
-            self.input_length,
-            self.output_length,
-            self.hash_ids,
-            line,
-            self.block_tokens,
-        )
-
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """Every request, ordered by time; Unix times count from the first.
@@ -136,16 +127,15 @@ def _lines(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 yield number, f"{error}; expected one JSON object a line, as Mooncake publishes"
             else:
-                yield number, row.request(number)
+                yield number, TraceRequest(**msgspec.structs.asdict(row), line=number)
 
 
 def _problem(request: TraceRequest) -> str | None:
     """What is wrong with the request, and what to do."""
     tokens, ids = request.input_length, len(request.hash_ids)
     needed = -(-tokens // request.block_tokens)
-    with_answer = (
-        tokens // request.block_tokens + 1
-    )  # the block that the answer begins may be named
+    # The block that the answer begins may be named.
+    with_answer = tokens // request.block_tokens + 1
     if request.timestamp < 0:
         return f"timestamp {request.timestamp} is negative; count milliseconds from the start"
     if tokens < 1:
@@ -160,18 +150,22 @@ def _problem(request: TraceRequest) -> str | None:
     return None
 
 
-def ideal_hit_ratio(trace: Sequence[TraceRequest]) -> float:
-    """The part of all prompt tokens that an infinite cache shared by all workers would hold."""
+def uncached_tokens(trace: Sequence[TraceRequest]) -> list[int]:
+    """Prompt tokens of each request that an infinite cache shared by all workers would not hold."""
     seen: set[int] = set()
-    saved = total = 0
-    for request in trace:
-        total += request.input_length
-        for block in request.full_blocks:
-            if block not in seen:
-                break
-            saved += request.block_tokens
-        seen.update(request.full_blocks)
-    return saved / total if total else 0.0
+    uncached = []
+    for one in trace:
+        blocks = one.full_blocks
+        cached = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+        uncached.append(one.input_length - cached * one.block_tokens)
+    return uncached
+
+
+def ideal_hit_ratio(trace: Sequence[TraceRequest]) -> float:
+    """The part of all prompt tokens that such a cache would hold."""
+    total = sum(one.input_length for one in trace)
+    return (total - sum(uncached_tokens(trace))) / total if total else 0.0
 
 
 _PROMPT_TOKENS = (50, 450)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
@@ -14,12 +14,11 @@ from commutator.contract.planner import (
     Arrivals,
     Observation,
     PlannedWorker,
-    PlannerConfig,
     WorkerPhase,
     length_bucket,
 )
 from commutator.contract.worker import Role
-from commutator.planning import ActionKind, Plan, PlanAction
+from commutator.planning import ActionKind, FleetPlanner, Plan, PlanAction
 from commutator.plugins import PluginHost
 from commutator.routing.load import InFlightLoad
 from commutator.routing.model import TunedPolicy
@@ -33,21 +32,8 @@ __all__ = [
     "RoutedWorkers",
     "Span",
     "Tick",
-    "WorkerPlanner",
     "Workforce",
 ]
-
-StateT = TypeVar("StateT")
-
-
-class WorkerPlanner(Protocol[StateT]):
-    """Makes plans from observations."""
-
-    def begin(self) -> StateT:
-        """The state before the first observation."""
-
-    def plan(self, state: StateT, seen: Observation) -> tuple[StateT, Plan]:
-        """The plan for an observation, and the next state."""
 
 
 class PolicyTuning(Protocol):
@@ -78,8 +64,7 @@ class PolicyTuning(Protocol):
 class Planning:
     """What plans the workers of a replay, and how they are made."""
 
-    planner: WorkerPlanner[Any]
-    config: PlannerConfig
+    planner: FleetPlanner[Any]
     make_engine: Mapping[Role, Callable[[], VirtualEngine]]
     """Makes a worker of each role that the fleet may have."""
     may_become: Mapping[Role, Collection[Role]] = field(factory=dict)
@@ -182,6 +167,7 @@ class Workforce:
         self._fleet = fleet
         self._load = load
         self._routed = routed
+        self._config = planning.planner.config
         self._state = planning.planner.begin()
         self._first = workers
         self._workers: dict[str, _Worker] = {}
@@ -230,7 +216,7 @@ class Workforce:
     def first_token(self, key: int, worker_id: str, ttft_s: float, time_ns: int) -> None:
         """The first token of its answer has come."""
         self._firsts += 1
-        self._firsts_in_time += ttft_s <= self._planning.config.targets.ttft_s
+        self._firsts_in_time += ttft_s <= self._config.targets.ttft_s
         self._meters[self._workers[worker_id].role].answered(key, worker_id, time_ns / 1e9)
 
     def answered(
@@ -238,7 +224,7 @@ class Workforce:
     ) -> None:
         """An answer has ended."""
         self._answers += 1
-        self._in_time += itl_s <= self._planning.config.targets.itl_s
+        self._in_time += itl_s <= self._config.targets.itl_s
         self._answer_tokens += output_tokens
         worker = self._workers[worker_id]
         worker.served_ns = time_ns
@@ -281,7 +267,7 @@ class Workforce:
             workers = [self._seen(one, now_ns, 0) for one in self._workers.values()]
             self._planning.tuning.tick(now_ns / 1e9, workers)
         if not self._routed.is_over():
-            interval_ns = round(self._planning.config.interval_s * 1e9)
+            interval_ns = round(self._config.interval_s * 1e9)
             self._fleet.alarm(now_ns + interval_ns, self._tick)
 
     def _observation(self, now_ns: int) -> Observation:
@@ -347,7 +333,7 @@ class Workforce:
         self._workers[worker_id] = _Worker(
             worker_id, role, now_ns, WorkerPhase.STARTING, billed_ns=now_ns
         )
-        start_up_ns = round(self._planning.config.start_up_s * 1e9)
+        start_up_ns = round(self._config.start_up_s * 1e9)
         self._fleet.alarm(now_ns + start_up_ns, partial(self._ready, worker_id))
 
     def _ready(self, worker_id: str) -> None:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
+from pathlib import Path
 
 import pytest
 from attrs import evolve
-from tests.support.planned_fleet import SIM
-
-from commutator.contract.planner import (
-    Arrivals,
-    Observation,
-    PlannedWorker,
-    PlannerBounds,
-    PlannerConfig,
-    PlannerTargets,
-    WorkerPhase,
-)
-from commutator.contract.worker import Role
-from commutator_replay.peers import (
+from bench.peer_planners import (
     PEERS,
     Kalman,
     Load,
     Peer,
-    PeerPlanner,
-    Schedule,
+    PeerPolicy,
+    PeerReplays,
     Seen,
     apa_count,
     dynamo_capacity_per_s,
@@ -35,6 +25,23 @@ from commutator_replay.peers import (
     wva_count,
     wva_saturation_change,
 )
+from tests.support.planned_fleet import SIM
+
+from commutator.config.load import load_config
+from commutator.contract.planner import (
+    Arrivals,
+    Observation,
+    PlannedWorker,
+    PlannerBounds,
+    PlannerConfig,
+    PlannerTargets,
+    WorkerPhase,
+)
+from commutator.contract.worker import Role
+from commutator.errors import ConfigError
+from commutator.planning import FleetPlanner
+from commutator_replay.setup import Replays, Targets
+from commutator_replay.trace import TraceRequest
 
 TARGETS = PlannerTargets(ttft_s=0.5, itl_s=0.05)
 
@@ -178,9 +185,9 @@ def _worker(number: int, phase: WorkerPhase = WorkerPhase.READY, tokens: int = 0
 
 def test_a_peer_sees_what_its_original_measures() -> None:
     peer = _Asks(2)
-    planner = PeerPlanner(peer, PlannerConfig(kind="test"), Role.BOTH)
+    policy = PeerPolicy(peer, PlannerConfig(kind="test"), Role.BOTH)
     workers = _worker(0, tokens=1600), _worker(1, WorkerPhase.STARTING)
-    planner.plan(planner.begin(), _observed(5.0, *workers))
+    policy.propose(policy.begin(), _observed(5.0, *workers))
     (seen,) = peer.seen
     assert seen.requests_per_s == 2
     assert (seen.prompt_tokens, seen.context_tokens, seen.kv_tokens) == (800, 1000, 1050)
@@ -190,11 +197,14 @@ def test_a_peer_sees_what_its_original_measures() -> None:
 
 def test_bounds_hold_for_peers() -> None:
     config = PlannerConfig(kind="test", bounds=PlannerBounds(both=(2, 3)))
-    planner = PeerPlanner(_Asks(9, 0), config, Role.BOTH)
+    peer = _Asks(9, 0, 2)
+    planner = FleetPlanner(config, [Role.BOTH], PeerPolicy(peer, config, Role.BOTH))
     state, plan = planner.plan(planner.begin(), _observed(5.0, _worker(0)))
     assert [one.kind for one in plan.actions] == ["launch", "launch"]
-    _, plan = planner.plan(state, _observed(10.0, *(_worker(n) for n in range(3))))
+    state, plan = planner.plan(state, _observed(10.0, *(_worker(n) for n in range(3))))
     assert [one.kind for one in plan.actions] == ["drain"]
+    planner.plan(state, _observed(15.0, *(_worker(n) for n in range(2))))
+    assert [seen.desired for seen in peer.seen] == [1, 3, 2], "what it got counts as asked for"
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -227,11 +237,63 @@ def test_every_peer_grows_under_load_and_shrinks_without(name: str) -> None:
     assert run(0.01, Load(running=0, waiting_tokens=0, waiting=0), grown, 1000) < grown
 
 
-def test_a_schedule_has_workers_ready_when_they_are_needed() -> None:
-    work = [1.0] * 600 + [4.0] * 600 + [1.0] * 600
-    schedule = Schedule(1.0, work, 115.0)
-    assert schedule.workers_at(0.0) == 2, "1 + sqrt(1)"
-    assert schedule.workers_at(479.0) == 2
-    assert schedule.workers_at(480.0) == 6, "4 + sqrt(4), two minutes ahead"
-    assert schedule.workers_at(1100.0) == 6
-    assert schedule.workers_at(1320.0) == 2
+# ----------------------------------------------------------------------------- in replays
+
+FILE = Path(__file__).resolve().parents[3] / "examples" / "replay-planner.yaml"
+FAST = (
+    *("planner.start_up_s=30", "planner.targets.ttft_s=1.0", "engines[0].replicas=2"),
+    "planner.bounds.both=[1, 8]",
+)
+
+
+@pytest.fixture(scope="module")
+def replays() -> PeerReplays:
+    loaded = load_config([FILE], sets=FAST)
+    return PeerReplays(Replays(loaded, str(FILE), "trace", Targets(1, 1)))
+
+
+@pytest.fixture(scope="module")
+def trace() -> list[TraceRequest]:
+    """Calm for 6 minutes, then four times as much for one."""
+    chance, time_s = random.Random(8), 0.0
+    made: list[TraceRequest] = []
+    while len(made) < 900:
+        time_s += chance.expovariate(6.0 if time_s >= 360 else 1.5)
+        tokens = chance.randrange(1000, 3000)
+        blocks = tuple(len(made) * 10 + block for block in range(-(-tokens // 512)))
+        made.append(TraceRequest(time_s * 1000, tokens, chance.randrange(20, 60), blocks))
+    return made
+
+
+def test_peers_stand_beside_ours(replays: PeerReplays, trace: list[TraceRequest]) -> None:
+    written = "hpa:3,kpa:3,apa:3,ray,wva,dynamo_load:0.5,dynamo_sla,ours"
+    names = replays.names(written, "NAMES")
+    found = [replays.run(name, trace) for name in names]
+    assert [one.planner for one in found] == [
+        *("hpa:3", "kpa:3", "apa:3", "ray:2", "wva:1", "dynamo_load:0.5", "dynamo_sla:1", "ours")
+    ]
+    assert {one.requests for one in found} == {900}
+    assert all(one.worker_hours > 0 for one in found)
+
+
+def test_the_best_knob_of_a_peer_is_found_in_hindsight(
+    replays: PeerReplays, trace: list[TraceRequest]
+) -> None:
+    best, generous = (replays.run(name, trace) for name in ("hpa", "hpa:0.5"))
+    assert best.attained >= 0.95
+    assert best.worker_hours < generous.worker_hours
+
+
+def test_more_headroom_costs_more(replays: PeerReplays, trace: list[TraceRequest]) -> None:
+    plain, more = (replays.ours(headroom, trace) for headroom in (0.0, 3.0))
+    assert plain == replays.run("ours", trace)
+    assert more.worker_hours > plain.worker_hours
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("hpa:0", "expected hpa, hpa:best, or hpa:X"), ("none", 'no planner "none"')],
+)
+def test_a_name_that_cannot_be_run_is_told(replays: PeerReplays, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replays.names(name, "NAMES")

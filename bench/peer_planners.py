@@ -5,29 +5,50 @@ number, its knob, makes it more or less generous. Sources, as read in 2026: Kube
 HorizontalPodAutoscaler, AIBrix (`pkg/controller/podautoscaler`), Ray Serve's autoscaling policy,
 llm-d's workload variant autoscaler, and the wheel `ai-dynamo` 1.6.1 (`dynamo/planner/core`), whose
 own state machine needs models of real GPUs. They plan one role.
+
+``python -m bench.peer_planners TRACE FILE NAMES`` is `commutator replay --compare-planners NAMES`,
+and knows these names too: `hpa`, `hpa:8` with its knob, `hpa:best` with the best one in hindsight.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from attrs import define, evolve, frozen
+from rich.console import Console
 
+from commutator.config.load import load_config
 from commutator.contract.planner import (
     Arrivals,
     EnginePerformance,
     Observation,
     PlannedWorker,
     PlannerConfig,
+    PlannerContext,
+    PlannerPolicy,
     PlannerTargets,
+    Proposal,
+    Sizing,
     WorkerPhase,
 )
 from commutator.contract.worker import Role
-from commutator.planning import Plan, RolePlan, fleet_actions
+from commutator.errors import ConfigError
+from commutator.planning import within
+from commutator_replay.cli import by_planner
+from commutator_replay.planners import OURS, PlannedReplays, PlanReport
+from commutator_replay.setup import Replays, Targets
+from commutator_replay.tables import load_trace
+from commutator_replay.trace import TraceRequest
+from commutator_slo.config import SloConfig
+from commutator_slo.policy import Slo, forecaster_of
+from commutator_slo.situation import Forecaster
 
 __all__ = [
     "PEERS",
@@ -35,8 +56,8 @@ __all__ = [
     "Load",
     "Peer",
     "PeerKind",
-    "PeerPlanner",
-    "Schedule",
+    "PeerPolicy",
+    "PeerReplays",
     "apa_count",
     "dynamo_capacity_per_s",
     "dynamo_load_change",
@@ -124,8 +145,8 @@ class _PeerState:
     output_tokens: float = 0.0
 
 
-class PeerPlanner:
-    """Runs a peer in the place of a planner: bounds and budget hold, and nothing else is added."""
+class PeerPolicy(PlannerPolicy[_PeerState]):
+    """Shows a peer what it would measure; within bounds and budget its wish is what is planned."""
 
     def __init__(self, peer: Peer, config: PlannerConfig, role: Role) -> None:
         self._peer = peer
@@ -133,11 +154,9 @@ class PeerPlanner:
         self._role = role
 
     def begin(self) -> _PeerState:
-        """The state before the first observation."""
         return _PeerState()
 
-    def plan(self, state: _PeerState, seen: Observation) -> tuple[_PeerState, Plan]:
-        """The plan for an observation, and the next state."""
+    def propose(self, state: _PeerState, seen: Observation) -> tuple[_PeerState, Sizing]:
         role, workers = self._role, seen.workers or ()
         arrived = (seen.arrivals or {}).get(role, Arrivals())
         if arrived.requests:
@@ -147,33 +166,20 @@ class PeerPlanner:
             state.output_tokens = seen.output_tokens
         ready = [one for one in workers if one.phase is WorkerPhase.READY]
         starting = sum(one.phase is WorkerPhase.STARTING for one in workers)
-        if state.desired is None:
-            state.desired = len(ready) + starting
         wanted = self._peer.desired(
             Seen(
                 time_s=seen.time_s,
                 ready=[_load(one, state.prompt_tokens) for one in ready],
                 starting=starting,
-                desired=state.desired,
+                desired=len(ready) + starting if state.desired is None else state.desired,
                 requests_per_s=arrived.requests / seen.window_s if seen.window_s else 0.0,
                 prompt_tokens=state.prompt_tokens,
                 context_tokens=state.context_tokens,
                 output_tokens=state.output_tokens,
             )
         )
-        fewest, most = self._config.bounds.of(role)
-        limits = [most] if (budget := self._config.budget.workers) is None else [most, budget]
-        state.desired = min(max(wanted, fewest), *limits)
-        _, actions = fleet_actions({role: state.desired}, workers, math.inf)
-        plan = RolePlan(
-            desired=state.desired,
-            proposed=wanted,
-            ready=len(ready),
-            starting=starting,
-            draining=len(workers) - len(ready) - starting,
-            reason=f"need {wanted}",
-        )
-        return state, Plan(time_s=seen.time_s, roles={role: plan}, actions=actions, warnings=())
+        state.desired = within(self._config, {role: wanted}, {role: []})[role]
+        return state, Sizing(roles={role: Proposal(workers=wanted, reason=f"need {wanted}")})
 
 
 def _load(worker: PlannedWorker, prompt_tokens: float) -> Load:
@@ -667,46 +673,6 @@ def _scaled(targets: PlannerTargets, factor: float) -> PlannerTargets:
     return evolve(targets, ttft_s=targets.ttft_s * factor, itl_s=targets.itl_s * factor)
 
 
-# ------------------------------------------------------------------------------ schedule
-
-
-class Schedule(Peer):
-    """Knows the work of the trace: the square root rule for each minute's largest work.
-
-    ``work`` holds seconds of a full worker that arrive each second of the trace, ``margin`` is in
-    square roots of it. A worker is launched so that it is ready when it is needed.
-    """
-
-    interval_s = 5.0
-
-    def __init__(self, margin: float, work: Sequence[float], lead_s: float) -> None:
-        self._margin = margin
-        self._lead_s = lead_s
-        self._begun_s: float | None = None
-        mean = _mean_of_last(work, 30)
-        self._most = [max(mean[start : start + 60]) for start in range(0, max(1, len(mean)), 60)]
-
-    def desired(self, seen: Seen) -> int:
-        if self._begun_s is None:
-            self._begun_s = seen.time_s
-        return self.workers_at(seen.time_s - self._begun_s)
-
-    def workers_at(self, now_s: float) -> int:
-        """Workers that are ready or starting at this second of the trace."""
-        last = int((now_s + self._lead_s + self.interval_s) // 60)
-        minutes = self._most[int(now_s // 60) : last + 1]
-        most = max(minutes, default=0.0)
-        return max(1, _ceil(most + self._margin * math.sqrt(most)))
-
-
-def _mean_of_last(values: Sequence[float], number: int) -> list[float]:
-    means, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value - (values[index - number] if index >= number else 0.0)
-        means.append(max(0.0, total) / number)
-    return means
-
-
 # ------------------------------------------------------------------------------ the kinds
 
 
@@ -762,3 +728,94 @@ PEERS: Mapping[str, PeerKind] = {
     "dynamo_sla_kalman": _dynamo(partial(DynamoSla, predict=_kalman)),
 }
 """Peers by name."""
+
+
+# ------------------------------------------------------------------------------ in replays
+
+BEST = "best"
+"""In the place of a knob: the one of the cheapest fleet that attains the targets, in hindsight."""
+
+
+@frozen
+class _Times(Forecaster[Any]):
+    """Another forecaster's growth, times a factor."""
+
+    inner: Forecaster[Any]
+    factor: float
+
+    def begin(self) -> Any:
+        return self.inner.begin()
+
+    def update(self, state: Any, time_s: float, level: float, lead_s: float) -> Any:
+        return self.inner.update(state, time_s, level, lead_s)
+
+    def growth(self, state: Any, lead_s: float) -> float:
+        return self.inner.growth(state, lead_s) * self.factor
+
+
+class PeerReplays(PlannedReplays):
+    """Replays that know peers by name, unless a planner of that name is installed."""
+
+    def check(self, name: str, option: str) -> None:
+        kind, _, knob = name.partition(":")
+        if not self._is_peer(kind):
+            super().check(name, option)
+        elif name != kind and knob != BEST and not _is_positive(knob):
+            problem = f"{name}: expected {kind}, {kind}:{BEST}, or {kind}:X with X above 0"
+            raise ConfigError([problem], option)
+
+    def run(self, name: str, trace: Sequence[TraceRequest]) -> PlanReport:
+        kind, _, knob = name.partition(":")
+        if not self._is_peer(kind):
+            return super().run(name, trace)
+        wanted = PEERS[kind].default if not knob else None if knob == BEST else float(knob)
+        if wanted is not None:
+            return self.peer(kind, wanted, trace)
+        fewest, most = math.log(PEERS[kind].most), math.log(PEERS[kind].least)
+        return self.cheapest(lambda knob: self.peer(kind, math.exp(knob), trace), fewest, most)
+
+    def peer(self, kind: str, knob: float, trace: Sequence[TraceRequest]) -> PlanReport:
+        """Replay under a peer, with this value of its knob, beginning with the file's workers."""
+        role, performance = self.only_role()
+        peer = PEERS[kind].make(knob, performance, self.config.targets)
+        config = evolve(self.config, interval_s=peer.interval_s)
+        return self.under(f"{kind}:{knob:.3g}", PeerPolicy(peer, config, role), trace, config)
+
+    def ours(
+        self, headroom: float, trace: Sequence[TraceRequest], attainment: float | None = None
+    ) -> PlanReport:
+        """Replay under the file's planner `slo`, whose forecasts count ``1 + headroom`` times.
+
+        ``attainment``: what is asked, instead of what the file says.
+        """
+        config = self.config
+        if attainment is not None:
+            config = evolve(config, targets=evolve(config.targets, attainment=attainment))
+
+        def make(config: SloConfig, context: PlannerContext) -> Slo:
+            forecaster = _Times(forecaster_of(config), 1 + headroom) if headroom else None
+            return Slo(config, context, forecaster=forecaster)
+
+        return self.planned(OURS, config, trace, make)
+
+    def _is_peer(self, kind: str) -> bool:
+        return kind in PEERS and kind not in self.replays.loaded.host.planners.kinds
+
+
+def _is_positive(written: str) -> bool:
+    try:
+        return 0 < float(written) < math.inf
+    except ValueError:
+        return False
+
+
+def main(trace: str, file: str, written: str) -> None:
+    """Print how planners compare."""
+    replays = PeerReplays(Replays(load_config([Path(file)]), file, trace, Targets(1, 1)))
+    names = replays.names(written, "NAMES")
+    requests = load_trace(Path(trace))
+    Console().print(by_planner([replays.run(name, requests) for name in names]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
