@@ -19,7 +19,7 @@ from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import ModelRouter
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_replay.fleet import virtual_live_worker
 
 BLOCK_SIZE = 16

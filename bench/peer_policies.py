@@ -13,8 +13,7 @@ from typing import Any
 
 from commutator import Candidate, Decision, RouteRequest, RoutingPolicy
 from commutator_balance import BalanceConfig, LeastLoaded
-from commutator_kv_router import KvRouter, KvRouterConfig
-from commutator_kv_router.policy import DECODE_SHARE
+from commutator_kv_router import DECODE_SHARE, KvRouter, KvRouterConfig
 
 __all__ = ["ABLATIONS", "DYNAMO_WEIGHTS", "OURS", "POLICIES", "Ablated"]
 

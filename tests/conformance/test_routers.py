@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commutator.contract.routing import RoutingPolicy
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
     DrawPicker,

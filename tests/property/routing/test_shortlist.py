@@ -34,7 +34,7 @@ from commutator.routing.router import ModelRouter, Route
 from commutator.routing.shortlist.pool import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
     BestPicker,

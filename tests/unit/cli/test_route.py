@@ -20,7 +20,7 @@ from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import ModelRouter
 from commutator_balance import BalanceConfig, LeastLoaded
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_replay.fleet import virtual_live_worker
 
 

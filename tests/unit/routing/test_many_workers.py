@@ -20,7 +20,7 @@ from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import FALLBACK, ModelRouter
 from commutator_console.route import show
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_replay.fleet import virtual_live_worker
 
 WORKERS = tuple(virtual_live_worker(f"w-{number:03}", 16) for number in range(200))

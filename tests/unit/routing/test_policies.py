@@ -17,7 +17,7 @@ from commutator.contract.routing import (
     WorkerLoad,
 )
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
-from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import DrawPicker, LoadScorer, MaxRequests, PrefixScorer
 from commutator_round_robin import RoundRobin, RoundRobinConfig

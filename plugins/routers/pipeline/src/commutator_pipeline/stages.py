@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
@@ -51,15 +52,24 @@ class MaxRequests(Filter):
 
 
 @frozen(kw_only=True)
-class PrefixScorer(Scorer):
+class _Rated(Scorer):
+    """A scorer that depends on nothing but a candidate's load and overlap."""
+
+    @abstractmethod
+    def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating: ...
+
+    def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
+        rating = self.rating(request, candidates)
+        return {c.worker_id: rating(c.load, c.overlap) for c in candidates}
+
+
+@frozen(kw_only=True)
+class PrefixScorer(_Rated):
     """The part of the prompt that the worker's KV cache holds."""
 
     host: Fraction = setting("What a block in host memory counts, against one on the device.", 0.75)
     disk: Fraction = setting("The same for a block on disk.", 0.25)
     external: Fraction = setting("The same for a block in shared storage.", 0.5)
-
-    def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        return _scores(self.rating(request, candidates), candidates)
 
     def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
         blocks = request.prompt_blocks
@@ -73,11 +83,8 @@ class PrefixScorer(Scorer):
 
 
 @frozen(kw_only=True)
-class LoadScorer(Scorer):
+class LoadScorer(_Rated):
     """1 for the worker with the least work in KV blocks, 0 for the busiest."""
-
-    def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        return _scores(self.rating(request, candidates), candidates)
 
     def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
         return less_is_better(
@@ -89,11 +96,8 @@ class LoadScorer(Scorer):
 
 
 @frozen(kw_only=True)
-class FewestPrefillTokens(Scorer):
+class FewestPrefillTokens(_Rated):
     """1 for the worker with the fewest prompt tokens still to compute."""
-
-    def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        return _scores(self.rating(request, candidates), candidates)
 
     def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
         return less_is_better(candidates, lambda load: load.active_prefill_tokens)
@@ -132,7 +136,3 @@ def less_is_better(
     least, most = pool.least(lambda load, _: amount(load)).cost, pool.most(amount)
     spread = (most - least) or 1.0
     return lambda load, _: 1 - (amount(load) - least) / spread
-
-
-def _scores(rating: Rating, candidates: Sequence[Candidate]) -> dict[str, float]:
-    return {c.worker_id: rating(c.load, c.overlap) for c in candidates}
