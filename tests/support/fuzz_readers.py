@@ -25,9 +25,9 @@ from commutator.errors import RegistryError
 from commutator.kv_events.subscriber import SourceTimes
 from commutator.launcher.child import calm_garbage_collector
 from commutator.registry import client as client_module
+from commutator.registry import hub as hub_module
 from commutator.registry.client import RegistryClient
 from commutator.registry.hub import Hub
-from commutator.routing import replica_sync as sync_module
 from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.replica_sync import ReplicaSync
@@ -211,7 +211,7 @@ async def _ask(registry: str, believed: Believed) -> None:
 
 if __name__ == "__main__":
     # Each wrong frame ends a connection: with pauses as usual, 10,000 would take an hour.
-    client_module._RECONNECT = sync_module._RECONNECT = Backoff(first_s=0.001, longest_s=0.01)
+    client_module.RECONNECT = hub_module.RECONNECT = Backoff(first_s=0.001, longest_s=0.01)
     watched = Watched()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
         runner.run(read_all(watched, sys.argv[1:]))

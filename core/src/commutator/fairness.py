@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from attrs import define, field, frozen
 
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
 
 _MOST_FLOWS = 4096
 """Flows of `weighted` that are remembered, at least; see ``Weighted._forget``."""
@@ -130,47 +133,39 @@ class Guarded(FairnessPolicy):
         self._failures = 0
 
     def flow(self, principal: str | None) -> str | None:
-        try:
-            return self._policy.flow(principal)
-        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-            self._failed("flow", error)
-            return principal
+        return self._call(self._policy.flow, principal, instead=principal)
 
     def arrived(self, flow: str | None, weight: float) -> None:
-        try:
-            self._policy.arrived(flow, weight)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._failed("arrived", error)
+        self._call(self._policy.arrived, flow, weight, instead=None)
 
     def admitted(self, flow: str | None) -> None:
-        try:
-            self._policy.admitted(flow)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._failed("admitted", error)
+        self._call(self._policy.admitted, flow, instead=None)
 
     def charge(
         self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
     ) -> None:
-        try:
-            self._policy.charge(flow, weight, prompt_tokens, generated_tokens)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._failed("charge", error)
+        charge = self._policy.charge
+        self._call(charge, flow, weight, prompt_tokens, generated_tokens, instead=None)
 
     def rank(self, flow: str | None) -> float:
-        try:
-            rank = float(self._policy.rank(flow))
-            if math.isfinite(rank):
-                return rank
-            problem: Exception = ValueError(f"{rank} is no rank; return a finite number")
-        except Exception as error:  # noqa: BLE001 - as above
-            problem = error
-        self._failed("rank", problem)
-        return 0.0
+        return self._call(self._finite_rank, flow, instead=0.0)
 
-    def _failed(self, method: str, error: Exception) -> None:
-        if self._failures % _LOG_EVERY == 0:
-            log.error("fairness policy %s failed in %s; its flows count as equal "
-                      "(failure %d, one in %d is logged)",
-                      type(self._policy).__name__, method, self._failures + 1, _LOG_EVERY,
-                      exc_info=error)  # fmt: skip
-        self._failures += 1
+    def _finite_rank(self, flow: str | None) -> float:
+        rank = float(self._policy.rank(flow))
+        if not math.isfinite(rank):
+            raise ValueError(f"{rank} is no rank; return a finite number")
+        return rank
+
+    def _call(self, method: Callable[..., AnswerT], *arguments: Any, instead: AnswerT) -> AnswerT:
+        try:
+            return method(*arguments)
+        except Exception:
+            if self._failures % _LOG_EVERY == 0:
+                log.exception(
+                    "fairness policy %s failed in %s; its flows count as equal "
+                    "(failure %d, one in %d is logged)",
+                    type(self._policy).__name__, method.__name__.removeprefix("_finite_"),
+                    self._failures + 1, _LOG_EVERY,
+                )  # fmt: skip
+            self._failures += 1
+            return instead

@@ -359,7 +359,7 @@ async def test_workers_that_do_not_fit_are_refused_with_the_reason() -> None:
     short = await world.up("p-3", info=evolve(INFO, max_model_len=40))
     await world.up("d-0")
     sizes = "block_size is 64 at the prefill worker and 16 at the decode worker"
-    assert [str(pair) for pair in world.dispatcher.refused_handovers()] == [
+    assert [str(pair) for pair in world.dispatcher.membership.refused_handovers()] == [
         f"p-0 cannot prefill for d-0: {sizes}",
         "p-1 cannot prefill for d-0: p-1 supports no hand-over",
         "p-2 cannot prefill for d-0: p-2 supports no hand-over",

@@ -67,7 +67,7 @@ async def front_door(name: str, address: str) -> AsyncIterator[InFlightLoad]:
 async def test_it_ends_when_it_is_cancelled_even_if_its_connection_cannot_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: ReplicaSync) -> None:
+    def fail(*_: object) -> None:
         raise OSError("the socket is gone")
 
     monkeypatch.setattr(ReplicaSync, "_announce_stop", fail)

@@ -135,14 +135,9 @@ class Candidate:
         return f"{worker.worker_id}@{self.rank}" if several else worker.worker_id
 
 
-def candidate_id(worker: WorkerRecord, rank: int) -> str:
-    """The name of one rank of a worker, as ``Candidate.worker_id``."""
-    return Candidate(worker=worker, rank=rank).worker_id
-
-
 @lru_cache(4096)
 def ranks_of(worker_id: str, count: int) -> tuple[tuple[WorkerRank, str], ...]:
-    """Each rank of a worker that has ``count`` of them, with its ``candidate_id``."""
+    """Each rank of a worker that has ``count`` of them, with its ``Candidate.worker_id``."""
     return tuple(
         (WorkerRank(worker_id, rank), f"{worker_id}@{rank}" if count > 1 else worker_id)
         for rank in range(count)

@@ -8,13 +8,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 from attrs import define, field
 
-from commutator.backoff import Backoff
 from commutator.contract.disagg import HandoverOutcome
 from commutator.contract.observer import Observer
 from commutator.contract.planner import PlannerConfig, length_bucket
@@ -22,10 +22,11 @@ from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.contract.worker import Role
 from commutator.demand import DoorReport, RoleCounts
-from commutator.errors import CommutatorError, RegistryError
+from commutator.errors import CommutatorError
 from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.claims import PLANNER
 from commutator.registry.client import connect
+from commutator.registry.hub import connections
 from commutator.routing.dispatcher import Dispatcher
 
 __all__ = ["DemandCounter", "PlannerLink"]
@@ -36,7 +37,6 @@ _LOOK_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _MAX_UNSENT_BYTES = 1 << 20
-_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _NO_ARMS = (ArmCounts(), ArmCounts())
 
 
@@ -282,31 +282,27 @@ class PlannerLink:
 
     async def run(self) -> None:
         """Stay connected to the acting planner and report, until cancelled."""
-        backoff = _RECONNECT
-        while True:
-            if self._address is None:
-                await self._changed.wait()
-                continue
-            self._changed.clear()
-            lost = asyncio.Event()
-            try:
-                self._connection = await connect(self._address, self._on_frame, lost.set)
-            except RegistryError as error:
-                log.log(logging.DEBUG if backoff.failures else logging.WARNING,
-                        "the planner cannot be reached: %s", error)  # fmt: skip
-            else:
-                backoff = _RECONNECT
+        found = connections(self._connect, self._on_frame, "the planner cannot be reached")
+        async with aclosing(found):
+            async for connection, lost in found:
+                self._connection = connection
                 try:
-                    await self._report_until(lost, self._connection)
+                    await self._report_until(lost, connection)
                 finally:
-                    self._connection.send(["planner", "leave", self._name])
-                    self._connection.close()
+                    connection.send(["planner", "leave", self._name])
                     self._connection = None
                     self.status = None
                     self._tune(_Tuned(self._tuned.values))  # nobody would end a trial
                     self._fail_questions()
-            backoff, wait_s = backoff.after_failure(0.0)
-            await asyncio.sleep(wait_s)
+
+    async def _connect(
+        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    ) -> FrameProtocol:
+        """To the planner that acts; waits until one does. Raises RegistryError."""
+        while self._address is None:
+            await self._changed.wait()
+        self._changed.clear()
+        return await connect(self._address, on_frame, on_lost)
 
     async def ask(self, question: str, argument: float | None = None) -> Any:
         """The planner's answer for people. Raises CommutatorError without one."""

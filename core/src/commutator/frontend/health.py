@@ -118,8 +118,8 @@ async def _health(services: FrontendServices, local_socket: str | None) -> dict[
         "prefill_queues": {
             name: attrs.asdict(state) for name, state in dispatcher.prefill_queues().items()
         },
-        "refused_handovers": [str(pair) for pair in dispatcher.refused_handovers()],
-        "load_peers": dispatcher.load_peers(),
+        "refused_handovers": [str(pair) for pair in dispatcher.membership.refused_handovers()],
+        "load_peers": dispatcher.load.peers,
         "indexed_blocks": dispatcher.indexed_blocks(),
         "registry": services.registry_address,
         "registry_age_s": _registry_age_s(services),

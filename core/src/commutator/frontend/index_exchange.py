@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from commutator.backoff import Backoff
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.registry.hub import Hub
+from commutator.registry.hub import Hub, connections
 from commutator.registry.index_exchange import SERVICE
 from commutator.routing.prefix_index.snapshot import IndexSharing
 
@@ -24,7 +23,6 @@ _Frames = asyncio.Queue[list[Any] | None]
 """From the hub; None when the connection has ended."""
 _DOOR = "a front door of another host"
 
-_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _MOST_BEGINNERS = 4
 """At a time; one that asked before them gets no further part."""
 _SILENCE_S = 2.0
@@ -98,39 +96,34 @@ class IndexExchangeClient:
 
     async def run(self) -> None:
         """Answer front doors of other hosts until cancelled; once every worker has been added."""
-        backoff = _RECONNECT
-        while True:
-            answers = _Answers(self._sharing)
-            try:
-                connection = await self._hub.connect(answers.on_frame, answers.lost.set)
-            except RegistryError as error:
-                log.debug("the prefix index is not offered: %s", error)
-            else:
-                answers.connection = connection
-                try:
-                    connection.send([SERVICE, "offer"])
-                    backoff = _RECONNECT
-                    await answers.lost.wait()
-                finally:
-                    connection.close()
-            backoff, wait_s = backoff.after_failure(0.0)
-            await asyncio.sleep(wait_s)
+        answers = _Answers(self._sharing)
+        what = "the prefix index is not offered"
+        found = connections(self._hub.connect, answers.on_frame, what, logging.DEBUG)
+        async with aclosing(found):
+            async for connection, lost in found:
+                answers.begin(connection)
+                await lost.wait()
 
 
 class _Answers:
-    """What beginners get on one connection to the hub: each a part when it asks for the next."""
+    """What beginners get on a connection to the hub: each a part when it asks for the next."""
 
     def __init__(self, sharing: IndexSharing) -> None:
-        self.lost = asyncio.Event()
-        self.connection: FrameProtocol | None = None
+        self._connection: FrameProtocol | None = None
         self._sharing = sharing
         self._begun: dict[int, Iterator[list[Any]]] = {}
 
+    def begin(self, connection: FrameProtocol) -> None:
+        """Offer the index on a new connection."""
+        self._connection = connection
+        self._begun.clear()
+        connection.send([SERVICE, "offer"])
+
     def on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [_, "next", int(number)] if self.connection is not None:
+            case [_, "next", int(number)] if self._connection is not None:
                 if (part := self._next(number)) is not None:
-                    self.connection.send([SERVICE, "part", number, part])
+                    self._connection.send([SERVICE, "part", number, part])
             case _:
                 log.warning("the hub sent an unknown frame %s", kind_of(frame))
 

@@ -81,7 +81,7 @@ class FrontendServices:
             Readings(
                 running=lambda: limiter.running,
                 queued=lambda: limiter.waiting,
-                load_peers=dispatcher.load_peers,
+                load_peers=lambda: dispatcher.load.peers,
                 registry_age_s=self._registry_age_s,
                 models_ready=dispatcher.models_ready,
                 workers=lambda: chain.from_iterable(dispatcher.statuses()),

@@ -211,8 +211,8 @@ class MessagePublisher:
         return True
 
 
-class EventPublisher:
-    """Publishes the events of one data-parallel rank of an engine, as ``MessagePublisher`` does."""
+class EventPublisher(MessagePublisher):
+    """Publishes the events of one data-parallel rank of an engine."""
 
     def __init__(
         self,
@@ -223,8 +223,7 @@ class EventPublisher:
         keep_messages: int = 10_000,
     ) -> None:
         self._rank = data_parallel_rank
-        self._messages = MessagePublisher(host, topic=topic, keep_messages=keep_messages)
-        self.source = self._messages.source
+        super().__init__(host, topic=topic, keep_messages=keep_messages)
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Queue one message with these events. Never blocks; any thread may call it."""
@@ -232,11 +231,7 @@ class EventPublisher:
             batch = EventBatch(
                 timestamp_s=time.time(), events=tuple(events), data_parallel_rank=self._rank
             )
-            self._messages.send(partial(encode_batch, batch))
-
-    def close(self) -> None:
-        """Send the queued messages, then close the sockets."""
-        self._messages.close()
+            self.send(partial(encode_batch, batch))
 
 
 class _Replay:

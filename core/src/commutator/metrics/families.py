@@ -6,7 +6,7 @@ What counts refers to these, and `docs/reference/metrics.md` and the dashboards 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import frozen
 from prometheus_client.core import (
@@ -41,15 +41,16 @@ class Family:
     is_read: bool = False
     """Whether values are read when somebody scrapes; else each event is counted as it comes."""
 
-    def counter(self) -> CounterMetricFamily:
-        """Prometheus' own description, without samples, as the next two."""
-        return CounterMetricFamily(self.name, self.meaning, labels=self.labels)
+    def metric(self) -> Any:
+        """Prometheus' own description, without samples."""
+        return _DESCRIPTIONS[self.kind](self.name, self.meaning, labels=self.labels)
 
-    def gauge(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily(self.name, self.meaning, labels=self.labels)
 
-    def histogram(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self.name, self.meaning, labels=self.labels)
+_DESCRIPTIONS = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 def _family(

@@ -45,14 +45,24 @@ OTHER = "other"
 """Stands for label values that are not counted by themselves."""
 
 
-class Counter(Collector):
+class _Tally(Collector):
+    """What is counted for families of the same labels. Used from one thread."""
+
+    def __init__(self, families: Sequence[Family], registry: CollectorRegistry) -> None:
+        self._families = families
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return [family.metric() for family in self._families]
+
+
+class Counter(_Tally):
     """Sums by label values. Used from one thread."""
 
     def __init__(self, family: Family, registry: CollectorRegistry) -> None:
-        self._family = family
+        super().__init__((family,), registry)
         self._sums: dict[Labels, float] = {}
         self._created_s: dict[Labels, float] = {}
-        registry.register(self)
 
     def add(self, amount: float, *labels: str) -> None:
         """``amount`` is not negative; ``labels`` are the values, in order."""
@@ -67,16 +77,13 @@ class Counter(Collector):
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        metric = self._family.counter()
+        (metric,) = metrics = list(self.describe())
         for labels, total in self._sums.items():
             metric.add_metric(labels, total, self._created_s[labels])
-        return [metric]
-
-    def describe(self) -> Iterable[Metric]:
-        return [self._family.counter()]
+        return metrics
 
 
-class CounterGroup(Collector):
+class CounterGroup(_Tally):
     """Several sums that are counted together, by the same label values. Used from one thread."""
 
     def __init__(
@@ -86,11 +93,10 @@ class CounterGroup(Collector):
 
         After the first ``most`` combinations of label values, all others count as ``OTHER``.
         """
-        self._families = families
+        super().__init__(families, registry)
         self._most = most
         self._sums: dict[Labels, list[float]] = {}
         self._created_s: dict[Labels, float] = {}
-        registry.register(self)
 
     def add(self, labels: Labels, *amounts: float) -> None:
         """``labels`` are the values, ``amounts`` one for each sum, not negative; both in order."""
@@ -111,14 +117,11 @@ class CounterGroup(Collector):
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        metrics = [family.counter() for family in self._families]
+        metrics = list(self.describe())
         for labels, sums in self._sums.items():
             for metric, total in zip(metrics, sums, strict=True):
                 metric.add_metric(labels, total, self._created_s[labels])
         return metrics
-
-    def describe(self) -> Iterable[Metric]:
-        return [family.counter() for family in self._families]
 
 
 @define
@@ -128,14 +131,13 @@ class _Counts:
     created_s: float = field(factory=time.time)
 
 
-class Histogram(Collector):
+class Histogram(_Tally):
     """Counts of observations by bucket and label values. Used from one thread."""
 
     def __init__(self, family: Family, registry: CollectorRegistry) -> None:
-        self._family = family
+        super().__init__((family,), registry)
         self._bounds = [float(bound) for bound in family.buckets]
         self._counts: dict[Labels, _Counts] = {}
-        registry.register(self)
 
     def observe(self, value: float, *labels: str) -> None:
         """``labels`` are the values, in order."""
@@ -159,7 +161,8 @@ class Histogram(Collector):
         return by_bucket, total
 
     def collect(self) -> Iterable[Metric]:
-        metric = self._family.histogram()
+        (family,) = self._families
+        metric = family.metric()
         bounds = (*self._bounds, float("inf"))
         names = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
         for labels, counts in self._counts.items():
@@ -168,12 +171,9 @@ class Histogram(Collector):
                 below += count
                 buckets.append((name, below))
             metric.add_metric(labels, buckets, counts.total)
-            named = dict(zip(self._family.labels, labels, strict=True))
+            named = dict(zip(family.labels, labels, strict=True))
             metric.samples.append(Sample(f"{metric.name}_created", named, counts.created_s))
         return [metric]
-
-    def describe(self) -> Iterable[Metric]:
-        return [self._family.histogram()]
 
 
 _DROP_REASONS = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attrs import frozen
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from commutator import __version__
@@ -67,17 +67,13 @@ class AtScrape(Collector):
         self._readings = readings
 
     def collect(self) -> Iterable[Metric]:
-        metrics = {family: _metric(family) for family in families.FAMILIES if family.is_read}
+        metrics = {family: family.metric() for family in families.FAMILIES if family.is_read}
         for family, labels, value in _samples(self._readings):
             metrics[family].add_metric(labels, value)
         return metrics.values()
 
     def describe(self) -> Iterable[Metric]:
-        return [_metric(family) for family in families.FAMILIES if family.is_read]
-
-
-def _metric(family: Family) -> GaugeMetricFamily | CounterMetricFamily:
-    return family.gauge() if family.kind == "gauge" else family.counter()
+        return [family.metric() for family in families.FAMILIES if family.is_read]
 
 
 def _samples(readings: Readings) -> Samples:

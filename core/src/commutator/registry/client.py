@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 _ANSWER_TIMEOUT_S = 5.0
-_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+"""Between connections to the registry's server, or the hub."""
 
 
 async def connect(
@@ -83,7 +84,7 @@ class RegistryClient(Registry):
         """``secret`` is that of the registry's run; by default that of this process."""
         self.address = address
         self._clock = clock
-        self._told: tuple[float, float | None] = (0.0, math.inf)
+        self._age: tuple[float, float | None] = (0.0, math.inf)
         """When the server last told the age of its view, and that age."""
         self._secret = secret
         self._numbers = itertools.count(1)
@@ -108,28 +109,35 @@ class RegistryClient(Registry):
         return self._as(bool, await self._ask("set_role", worker_id, role.value))
 
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
-        known: dict[str, WorkerRecord] = {}
-        backoff, first = _RECONNECT, True
+        first, told = True, self._told(["watch"], partial(self._changes, {}))
+        async with aclosing(told):
+            async for changes in told:
+                if changes or (first and changes is not None):
+                    first = False
+                    yield changes
+
+    async def _told(
+        self, question: list[Any], read: Callable[[list[Any]], AnswerT]
+    ) -> AsyncGenerator[AnswerT, None]:
+        """What ``read`` makes of the frames for a question, on one connection after another.
+
+        Whoever reads keeps the last state until the next connection tells a newer one.
+        """
+        backoff = RECONNECT
         while True:
             try:
-                async with aclosing(self._frames(["watch"])) as frames:
+                async with aclosing(self._frames(question)) as frames:
                     async for frame in frames:
-                        backoff = _RECONNECT
-                        if frame[0] == "age":
-                            self._told = (self._clock(), _age_s(frame))
-                            continue
-                        changes = self._changes(frame, known)
-                        if changes or first:
-                            yield changes
-                        first = False
+                        answer = read(frame)
+                        backoff = RECONNECT
+                        yield answer
             except RegistryError as error:
-                # Watchers keep their last view until the connection is back.
                 log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
 
     def view_age_s(self) -> float | None:
-        told_at_s, age_s = self._told
+        told_at_s, age_s = self._age
         return None if age_s is None else age_s + self._clock() - told_at_s
 
     async def read_document(self, name: str) -> Document | None:
@@ -147,22 +155,14 @@ class RegistryClient(Registry):
 
     async def watch_document(self, name: str) -> AsyncIterator[Document | None]:
         check_document(name)
-        backoff, known = _RECONNECT, math.nan
-        while True:
-            try:
-                frames = self._frames(["watch_document", name])
-                async with aclosing(frames):
-                    async for frame in frames:
-                        document = self._told_document(name, frame)
-                        backoff = _RECONNECT
-                        version = 0 if document is None else document.version
-                        if version != known:
-                            known = version
-                            yield document
-            except RegistryError as error:
-                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
-            backoff, wait_s = backoff.after_failure(0.0)
-            await asyncio.sleep(wait_s)
+        known = math.nan
+        told = self._told(["watch_document", name], partial(self._told_document, name))
+        async with aclosing(told):
+            async for document in told:
+                version = 0 if document is None else document.version
+                if version != known:
+                    known = version
+                    yield document
 
     def _told_document(self, name: str, frame: list[Any]) -> Document | None:
         """Raises RegistryError."""
@@ -184,14 +184,29 @@ class RegistryClient(Registry):
         """What only the registry's process knows of the run. Raises RegistryError."""
         return self._as(RunState, await self._ask("run"))
 
-    def _changes(self, frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
-        """The frame's changes, applied to ``known``. Raises RegistryError."""
+    def _changes(self, known: dict[str, WorkerRecord], frame: list[Any]) -> Sequence[Change] | None:
+        """A frame's changes, applied to ``known``; None: it tells an age. Raises RegistryError."""
         try:
-            return _changes(frame, known)
+            match frame:
+                case ["age", None | float() as age_s]:
+                    self._age = self._clock(), age_s
+                    return None
+                case ["snapshot", records]:
+                    changes = difference(known, msgspec.convert(records, list[WorkerRecord]))
+                case ["changes", list(packed)]:
+                    changes = [_unpacked(change) for change in packed]
+                case _:
+                    raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
         except (ValueError, TypeError) as error:
             raise RegistryError(
                 f"registry at {self.address} sent a wrong {kind_of(frame)} frame: {error}"
             ) from error
+        for change in changes:
+            if isinstance(change, WorkerUp):
+                known[change.record.worker_id] = change.record
+            else:
+                known.pop(change.worker_id, None)
+        return changes
 
     def _as(self, kind: type[AnswerT], answer: Any) -> AnswerT:
         try:
@@ -264,31 +279,6 @@ class RegistryClient(Registry):
 
     def _lost(self) -> RegistryError:
         return RegistryError(f"registry at {self.address}: connection lost")
-
-
-def _age_s(frame: list[Any]) -> float | None:
-    match frame:
-        case ["age", None | float() as age_s]:
-            return age_s
-        case _:
-            raise RegistryError("the registry sent a wrong frame 'age'")
-
-
-def _changes(frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
-    """The frame's changes, applied to ``known``. Raises ValueError or TypeError for a wrong one."""
-    match frame:
-        case ["snapshot", records]:
-            changes = difference(known, msgspec.convert(records, list[WorkerRecord]))
-        case ["changes", list(packed)]:
-            changes = [_unpacked(change) for change in packed]
-        case _:
-            raise ValueError("unknown frame")
-    for change in changes:
-        if isinstance(change, WorkerUp):
-            known[change.record.worker_id] = change.record
-        else:
-            known.pop(change.worker_id, None)
-    return changes
 
 
 def _unpacked(change: Any) -> Change:

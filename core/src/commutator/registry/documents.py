@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from attrs import field, frozen
@@ -17,13 +18,14 @@ from commutator.errors import RegistryError
 __all__ = [
     "Desired",
     "Documents",
-    "documents_file",
     "load_desired",
     "load_documents",
     "replace_file",
     "save_desired",
     "save_documents",
 ]
+
+StateT = TypeVar("StateT")
 
 _VERSION_BITS = 48
 """Of the number at which versions begin: those of an earlier registry are none here."""
@@ -55,26 +57,29 @@ class Documents:
         return Documents(rest, self.last_version)
 
 
-def documents_file(state_file: Path) -> Path:
-    """Where documents are kept, beside the file that keeps what operators want of workers."""
-    return state_file.with_name(f"{state_file.name}.documents")
-
-
 def load_documents(path: Path) -> Documents:
     """What the file holds; nothing when there is none. Raises RegistryError."""
-    try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=Documents)
-    except FileNotFoundError:
-        return Documents()
-    except (OSError, msgspec.MsgspecError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        problem = f"{path}: {what}; remove it to forget the registry's documents"
-        raise RegistryError(f"registry.state_file: {problem}") from error
+    decode = msgspec.msgpack.Decoder(Documents).decode
+    return _load(path, decode, Documents, "the registry's documents")
 
 
 def save_documents(path: Path, documents: Documents) -> None:
     """Replace the file's content. Raises RegistryError."""
     replace_file(path, msgspec.msgpack.encode(documents))
+
+
+def _load(
+    path: Path, decode: Callable[[bytes], StateT], nothing: Callable[[], StateT], what: str
+) -> StateT:
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return nothing()
+    except (OSError, msgspec.MsgspecError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise RegistryError(
+            f"registry.state_file: {path}: {problem}; remove it to forget {what}"
+        ) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -105,15 +110,7 @@ class Desired:
 
 def load_desired(path: Path) -> Desired:
     """What the file holds; nothing when there is none. Raises RegistryError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Desired)
-    except FileNotFoundError:
-        return Desired()
-    except (OSError, msgspec.MsgspecError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        raise RegistryError(
-            f"registry.state_file: {path}: {what}; remove it to forget roles and draining"
-        ) from error
+    return _load(path, msgspec.json.Decoder(Desired).decode, Desired, "roles and draining")
 
 
 def save_desired(path: Path, desired: Desired) -> None:

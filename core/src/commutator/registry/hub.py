@@ -8,18 +8,50 @@ serves the registry of kind `memory`, or with any other registry the one that ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 from weakref import WeakSet
 
 from commutator.contract.registry import RegistryConfig
+from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.claims import HUB
-from commutator.registry.client import connect
+from commutator.registry.client import RECONNECT, connect
 from commutator.registry.memory import MemoryConfig
 from commutator.trust import Network
 
-__all__ = ["Hub", "hub_of"]
+__all__ = ["Hub", "connections", "hub_of"]
+
+log = logging.getLogger(__name__)
+
+_OnFrame = Callable[[list[Any]], None]
+_Connect = Callable[[_OnFrame, Callable[[], None]], Awaitable[FrameProtocol]]
+
+
+async def connections(
+    connect: _Connect, on_frame: _OnFrame, what: str, level: int = logging.WARNING
+) -> AsyncGenerator[tuple[FrameProtocol, asyncio.Event], None]:
+    """One connection after another, each with an event that is set when it is lost.
+
+    Each is closed when the next one is asked for, which comes after a pause. ``connect`` as
+    ``Hub.connect``; the first of several failures in a row is logged at ``level``, about ``what``.
+    """
+    backoff = RECONNECT
+    while True:
+        lost = asyncio.Event()
+        try:
+            connection = await connect(on_frame, lost.set)
+        except RegistryError as error:
+            log.log(logging.DEBUG if backoff.failures else level, "%s: %s", what, error)
+        else:
+            backoff = RECONNECT
+            try:
+                yield connection, lost
+            finally:
+                connection.close()
+        backoff, wait_s = backoff.after_failure(0.0)
+        await asyncio.sleep(wait_s)
 
 
 class Hub:

@@ -32,7 +32,6 @@ from commutator.registry.changes import Watchers, description, succession
 from commutator.registry.documents import (
     Desired,
     Documents,
-    documents_file,
     load_desired,
     load_documents,
     save_desired,
@@ -143,9 +142,11 @@ class MemoryRegistry(Registry):
         # Workers outlive a registry: what they hold of an earlier one is no lease of another here.
         self._table = LeaseTable(last_id=secrets.randbits(_LEASE_ID_BITS), desired=desired)
         self._watchers = Watchers()
-        self._documents_file = None if state_file is None else documents_file(state_file)
-        path = self._documents_file
-        self._documents = Documents() if path is None else load_documents(path)
+        self._documents_file: Path | None = None
+        self._documents = Documents()
+        if state_file is not None:
+            self._documents_file = state_file.with_name(f"{state_file.name}.documents")
+            self._documents = load_documents(self._documents_file)
         self._readers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         """Those that watch a document, by its name: set when it has changed."""
         self._timer: asyncio.TimerHandle | None = None

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -132,30 +132,18 @@ class _Connection:
             self.frames.close()
 
     async def _handle(self, frame: list[Any]) -> None:
-        registry = self._server.registry
         try:
             match frame:
-                case ["register", int(number), record, float() | int() as ttl_s]:
-                    worker = msgspec.convert(record, WorkerRecord)
-                    self._answer(number, await self._server.register(worker, float(ttl_s)))
-                case ["keep_alive", int(number), int(lease_id)]:
-                    self._answer(number, await self._server.keep_alive(lease_id))
-                case ["deregister", int(number), int(lease_id), str(reason)]:
-                    await self._server.deregister(lease_id, reason)
-                    self._answer(number, None)
-                case ["set_draining", int(number), str(worker_id), bool(draining)]:
-                    self._answer(number, await registry.set_draining(worker_id, draining))
-                case ["set_role", int(number), str(worker_id), str(role)]:
-                    self._answer(number, await registry.set_role(worker_id, Role(role)))
-                case ["run", int(number)]:
-                    state = RunState(
-                        refused=dict(refused_connections()), unready=list(self._server.unready())
-                    )
-                    self._answer(number, msgspec.to_builtins(state))
                 case ["watch"]:
                     await self._watch()
+                case ["watch_document", str(name)]:
+                    await self._watch_document(name)
+                case [str(question), int(number), *arguments] if question in _QUESTIONS:
+                    kinds, ask = _QUESTIONS[question]
+                    value = await ask(self._server, *msgspec.convert(arguments, kinds))
+                    self.frames.send(["answer", number, value])
                 case _:
-                    await self._handle_document(frame)
+                    raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
         except RegistryError as error:
             self.frames.send(_refusal(frame[1], error))
         except (ValueError, TypeError) as error:
@@ -186,22 +174,6 @@ class _Connection:
             else:
                 self.frames.send(["changes", [_packed(change) for change in changes]])
 
-    async def _handle_document(self, frame: list[Any]) -> None:
-        """Raises ValueError for a frame that is about no document, and RegistryError."""
-        registry = self._server.registry
-        match frame:
-            case ["read_document", int(number), str(name)]:
-                self._answer(number, _packed_document(await registry.read_document(name)))
-            case ["write_document", int(number), str(name), bytes(value), int(expected)]:
-                written = registry.write_document(name, value, expected=expected)
-                self._answer(number, await written)
-            case ["delete_document", int(number), str(name), int(expected)]:
-                self._answer(number, await registry.delete_document(name, expected=expected))
-            case ["watch_document", str(name)]:
-                await self._watch_document(name)
-            case _:
-                raise ValueError("unknown frame")
-
     async def _watch_document(self, name: str) -> None:
         """A registry that cannot is told by the end of the connection."""
         try:
@@ -209,9 +181,6 @@ class _Connection:
                 self.frames.send(["document", _packed_document(document)])
         except RegistryError as error:
             self.frames.send(["failed", 0, str(error)])
-
-    def _answer(self, number: int, value: Any) -> None:
-        self.frames.send(["answer", number, value])
 
 
 class RegistryServer:
@@ -285,6 +254,15 @@ class RegistryServer:
         await self.registry.deregister(lease_id, reason)
         self._lease_hosts.pop(lease_id, None)
 
+    async def run_state(self) -> Any:
+        """What only this process knows of the run, as plain data."""
+        state = RunState(refused=dict(refused_connections()), unready=list(self.unready()))
+        return msgspec.to_builtins(state)
+
+    async def read_document(self, name: str) -> list[Any] | None:
+        """As ``Registry.read_document``, as plain data."""
+        return _packed_document(await self.registry.read_document(name))
+
     def pass_on(self, sender: _Connection, frame: list[Any]) -> None:
         """Send what one front door shares to all others that share."""
         for connection in self.connections:
@@ -299,6 +277,26 @@ class RegistryServer:
         for connection in list(self.connections):
             connection.frames.close()
             connection.end()
+
+
+_QUESTIONS: Mapping[str, tuple[Any, Callable[..., Awaitable[Any]]]] = {
+    "register": (tuple[WorkerRecord, float], RegistryServer.register),
+    "keep_alive": (tuple[int], RegistryServer.keep_alive),
+    "deregister": (tuple[int, str], RegistryServer.deregister),
+    "set_draining": (tuple[str, bool], lambda server, *a: server.registry.set_draining(*a)),
+    "set_role": (tuple[str, Role], lambda server, *a: server.registry.set_role(*a)),
+    "run": (tuple[()], RegistryServer.run_state),
+    "read_document": (tuple[str], RegistryServer.read_document),
+    "write_document": (
+        tuple[str, bytes, int],
+        lambda server, name, value, at: server.registry.write_document(name, value, expected=at),
+    ),
+    "delete_document": (
+        tuple[str, int],
+        lambda server, name, at: server.registry.delete_document(name, expected=at),
+    ),
+}
+"""By its name, the kinds of a question's arguments, and who answers it."""
 
 
 def _needed_right(frame: list[Any], services: Container[str]) -> Right:

@@ -20,6 +20,7 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
+from commutator.contract.registry import LAPSED
 from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
@@ -56,9 +57,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-_LEASE_EXPIRED = "lease expired"
-"""The registry's reason; see the hook ``worker_down``."""
 
 
 class Cause(StrEnum):
@@ -124,7 +122,7 @@ def cause_of(error: Exception, gone: str | None, *, draining: bool = False) -> C
         case EngineUnavailableError() | EngineIncompleteError() if draining:
             return Cause.DRAINED
         case EngineUnavailableError():
-            return Cause.LEASE_EXPIRED if gone == _LEASE_EXPIRED else Cause.CONNECTION_LOST
+            return Cause.LEASE_EXPIRED if gone == LAPSED else Cause.CONNECTION_LOST
         case EngineIncompleteError():
             return Cause.INCOMPLETE_STREAM
     return None

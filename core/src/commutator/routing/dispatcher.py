@@ -22,7 +22,6 @@ from commutator.contract.worker import EngineLoad
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
-    IncompatiblePair,
     QueueState,
     WorkerCompatibility,
 )
@@ -110,17 +109,9 @@ class Dispatcher:
             if model.prefill is not None
         }
 
-    def refused_handovers(self) -> list[IncompatiblePair]:
-        """Prefill workers whose KV another worker of the model cannot take; the first 100 pairs."""
-        return self.membership.refused_handovers()
-
     def waiting(self, model: str) -> int:
         """Requests that wait because every worker of the model is busy."""
         return self._models[model].placer.waiting
-
-    def load_peers(self) -> int:
-        """Other front doors that share their load with this one."""
-        return self.load.peers
 
     def models(self) -> Sequence[str]:
         """Every model of the configuration, with or without workers."""

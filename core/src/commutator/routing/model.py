@@ -106,16 +106,6 @@ class ModelRouting:
     host: PluginHost
     tuned: Sequence[TunedPolicy[Any]]
 
-    def prepare(
-        self, config: Config, other: Config, trial: Trial | None
-    ) -> list[Callable[[], None]]:
-        """What is to be called to route by other options, all or none.
-
-        The requests that ``trial`` takes are routed by those of ``other``. Raises what a policy
-        raises that is made.
-        """
-        return [one.prepare(config, other, trial) for one in self.tuned]
-
     @property
     def indexer(self) -> KvIndexer | None:
         """The index of the workers that decode; None when the policy does not use overlaps."""

@@ -10,17 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Annotated, Any
 from uuid import uuid4
 
 import msgspec
 from attrs import define, field, frozen
 
-from commutator.backoff import Backoff
 from commutator.contract.routing import WorkerLoad
-from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.registry.hub import Hub
+from commutator.registry.hub import Hub, connections
 from commutator.routing.load import InFlightLoad
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _MAX_UNSENT_BYTES = 64 << 10
 """With more unsent bytes nothing is sent: the peer does not read, and a later message is newer."""
 
@@ -89,31 +87,22 @@ class ReplicaSync:
                 self._peers = ReplicaLoads(self._times.silence_s)
                 self._apply()
 
-    def _announce_stop(self) -> None:
-        """Announce the stop, so that peers drop this load without waiting for the silence limit."""
-        if self._connection is not None:
-            self._number += 1
-            self._connection.send(["share", self._name, self._number, None])
-
     async def _stay_connected(self) -> None:
-        backoff = _RECONNECT
-        while True:
-            lost = asyncio.Event()
-            try:
-                self._connection = await self._hub.connect(self._on_frame, lost.set)
-            except RegistryError as error:
-                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
-            else:
-                backoff, self._sent = _RECONNECT, None
+        found = connections(self._hub.connect, self._on_frame, "load sharing")
+        async with aclosing(found):
+            async for connection, lost in found:
+                self._connection, self._sent = connection, None
                 try:
                     await lost.wait()
                 finally:
-                    self._announce_stop()
-                    self._connection.close()
                     self._connection = None
+                    self._announce_stop(connection)
                 log.warning("load sharing: the connection to the hub was lost; reconnecting")
-            backoff, wait_s = backoff.after_failure(0.0)
-            await asyncio.sleep(wait_s)
+
+    def _announce_stop(self, connection: FrameProtocol) -> None:
+        """Announce the stop, so that peers drop this load without waiting for the silence limit."""
+        self._number += 1
+        connection.send(["share", self._name, self._number, None])
 
     async def _tick(self) -> None:
         """Compare the totals at intervals, which costs less than a message for each token."""

@@ -12,7 +12,7 @@ from attrs import define, evolve, frozen
 from commutator.contract.capability import Operation
 from commutator.contract.engine import EngineClient
 from commutator.contract.registry import LAPSED
-from commutator.contract.routing import candidate_id
+from commutator.contract.routing import ranks_of
 from commutator.contract.worker import KvStatistics, Role, TransferStatistics, WorkerRecord
 from commutator.errors import CommutatorError
 from commutator.routing.load import InFlightLoad
@@ -270,7 +270,7 @@ class WorkerStatus:
 def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
     """The status of a worker, with its data-parallel ranks summed."""
     record = worker.record
-    ranks = [candidate_id(record, rank) for rank in range(record.info.data_parallel_size)]
+    ranks = [name for _, name in ranks_of(record.worker_id, record.info.data_parallel_size)]
     return WorkerStatus(
         record.worker_id,
         record.model,
@@ -323,35 +323,27 @@ class WorkerPoll:
         # Roles change but counters persist: after the first prefill worker this stays on.
         self._disaggregated |= any(worker.record.role is Role.PREFILL for worker in workers)
         connected = [worker for worker in workers if worker.connected]
+        tiered = connected if self._tiers else ()
+        handing = connected if self._disaggregated else ()
+        limit_s = self._every_s
         self.kv, self.transfers, self.refused = await asyncio.gather(
-            _answers(connected if self._tiers else (), self._ask_kv),
+            _answers(tiered, lambda client: client.kv_statistics(timeout_s=limit_s)),
             _answers(
-                [worker for worker in connected if worker.record.info.handover]
-                if self._disaggregated
-                else (),
-                self._ask_transfers,
+                [worker for worker in handing if worker.record.info.handover],
+                lambda client: client.handover_statistics(timeout_s=limit_s),
             ),
-            _answers(connected, self._ask_refused),
+            _answers(connected, lambda client: client.refused_connections(timeout_s=limit_s)),
         )
-
-    async def _ask_kv(self, worker: LiveWorker) -> KvStatistics:
-        return await worker.client.kv_statistics(timeout_s=self._every_s)
-
-    async def _ask_transfers(self, worker: LiveWorker) -> TransferStatistics | None:
-        return await worker.client.handover_statistics(timeout_s=self._every_s)
-
-    async def _ask_refused(self, worker: LiveWorker) -> Mapping[str, int]:
-        return await worker.client.refused_connections(timeout_s=self._every_s)
 
 
 async def _answers(
-    workers: Sequence[LiveWorker], ask: Callable[[LiveWorker], Awaitable[AnswerT | None]]
+    workers: Sequence[LiveWorker], ask: Callable[[EngineClient], Awaitable[AnswerT | None]]
 ) -> dict[str, AnswerT]:
     """The answers by worker id, without workers that fail to answer or return None."""
 
     async def one(worker: LiveWorker) -> AnswerT | None:
         try:
-            return await ask(worker)
+            return await ask(worker.client)
         except CommutatorError as error:
             log.debug("worker %s: no statistics: %s", worker.record.worker_id, error)
             return None

@@ -34,14 +34,8 @@ __all__ = [
 ]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
 _MARK = r"[^\r\n\p{L}\p{N}]?"
 
 
@@ -78,34 +72,24 @@ _WORD_PATTERNS = frozenset(
     }
 )
 
-
 # They split digits and the letters below off. DeepSeek has both of them before its words.
 _OTHER_PATTERNS = frozenset({r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"})
-
 
 # Letters since Unicode 5.0, which NFC leaves as they are: Latin, Greek, Cyrillic, Chinese, kana,
 # Korean.
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0388-\u038a\u038e-\u03a1\u03a3-\u03f5"
-
-
 _LETTERS += "\u0400-\u0481\u048a-\u0513\u4e00-\u9fa5\u3041-\u3094\u30a1-\u30fa\uac00-\ud7a3"
-
 
 _LETTER_OR_DIGIT = re.compile(f"[0-9{_LETTERS}]")
 
-
 # Not the apostrophe, with which words go on.
 _SIGNS = '\n!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~'
-
-
 _SIGNS += (
     "\u2026\u201c\u201d\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011"
     "\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 )
 
-
 _LETTER_BY_DIGIT = re.compile("[A-Za-z][0-9]|[0-9][A-Za-z]")
-
 
 # Each of these treats one piece of text without regard to where it stood.
 _NORMALIZERS = {
@@ -113,12 +97,10 @@ _NORMALIZERS = {
     "Replace", "Strip", "StripAccents",
 }  # fmt: skip
 
-
 _PRE_TOKENIZERS = {
     "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Punctuation", "Split",
     "Whitespace", "WhitespaceSplit",
 }  # fmt: skip
-
 
 _MODELS = {"BPE", "WordLevel", "WordPiece"}
 

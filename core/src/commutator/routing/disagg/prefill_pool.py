@@ -113,7 +113,7 @@ class WorkerCompatibility:
             found = prefill if record.role is Role.PREFILL else decode
             found.setdefault(_class_of(record), []).append(record)
         for one, others in product(prefill, decode):
-            if one.model != others.model:
+            if one[0] != others[0]:  # of other models
                 continue
             if self.problem(prefill[one][0], decode[others][0]) is None:
                 continue
@@ -122,24 +122,16 @@ class WorkerCompatibility:
                     yield IncompatiblePair(first.worker_id, second.worker_id, problem)
 
 
-@frozen
-class _Class:
-    """Workers that can hand KV over to the same workers, and take it from the same."""
-
-    model: str
-    engine: str
-    kind: str
-    info: KvTransferInfo | None
-    """Without the address, which differs for each worker."""
-    has_address: bool
+_Class = tuple[str, str, str, KvTransferInfo | None, bool]
+"""Model, engine, its kind, what the worker says of its KV without the address, which differs for
+each, and whether it has one: equal for workers that can hand over to, and take from, the same."""
 
 
 def _class_of(record: WorkerRecord) -> _Class:
     info = record.info.handover
-    if info is None:
-        return _Class(record.model, record.engine, record.kind, None, has_address=False)
-    plain, has_address = evolve(info, address=None), info.address is not None
-    return _Class(record.model, record.engine, record.kind, plain, has_address=has_address)
+    plain = None if info is None else evolve(info, address=None)
+    has_address = info is not None and info.address is not None
+    return record.model, record.engine, record.kind, plain, has_address
 
 
 @frozen(eq=False)

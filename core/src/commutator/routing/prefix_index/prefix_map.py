@@ -19,7 +19,6 @@ from commutator.contract.routing import Overlap, on_device
 __all__ = [
     "NOTHING_HELD",
     "NO_HOLDERS",
-    "HolderSets",
     "Holders",
     "PrefixMap",
     "PrefixMatch",
@@ -39,7 +38,7 @@ Masks = tuple[int, ...]
 
 
 class Holders:
-    """One set of holders. Equal sets of one ``HolderSets`` are the same object."""
+    """One set of holders. Equal sets of one ``PrefixMap`` are the same object."""
 
     __slots__ = ("__weakref__", "all", "best", "lower", "masks")
 
@@ -135,7 +134,8 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._holders: dict[int, Holders] = {}
-        self._sets = HolderSets()
+        self._sets: WeakValueDictionary[Masks, Holders] = WeakValueDictionary()
+        """Those that any block uses."""
         self.has_lower = False
         """Whether any block has ever been in a tier below the device."""
 
@@ -163,7 +163,7 @@ class PrefixMap:
             if holders is not before:
                 before = holders
                 held = holders is not None and holders.masks[tier] & bit
-                after = None if held else self._sets.adding(holders, tier, bit)
+                after = None if held else self._adding(holders, tier, bit)
             if after is None:
                 repeated.append(sequence_hash)
             else:
@@ -180,11 +180,29 @@ class PrefixMap:
             holders = known[sequence_hash]
             if holders is not before:
                 before = holders
-                after = self._sets.removing(holders, tier, bit)
+                after = self._removing(holders, tier, bit)
             if after is None:
                 del known[sequence_hash]
             else:
                 known[sequence_hash] = after
+
+    def _adding(self, holders: Holders | None, tier: CacheLevel, bit: int) -> Holders:
+        """``holders`` and the slot of ``bit`` in ``tier``."""
+        masks = list((holders or NO_HOLDERS).masks)
+        masks[tier] |= bit
+        return self._set_of(tuple(masks))
+
+    def _removing(self, holders: Holders, tier: CacheLevel, bit: int) -> Holders | None:
+        """``holders`` without the slot of ``bit`` in ``tier``; None when no holder is left."""
+        masks = list(holders.masks)
+        masks[tier] &= ~bit
+        return self._set_of(tuple(masks)) if any(masks) else None
+
+    def _set_of(self, masks: Masks) -> Holders:
+        found = self._sets.get(masks)
+        if found is None:
+            found = self._sets[masks] = Holders(masks)
+        return found
 
     def match(self, hashes: Sequence[int]) -> PrefixMatch:
         """The longest prefix of ``hashes`` that each slot holds without a gap."""
@@ -287,34 +305,3 @@ def _change_holders(
 
 
 NO_HOLDERS = Holders((0,) * len(CacheLevel))
-
-
-class HolderSets:
-    """Makes holder sets, and drops those that no block uses."""
-
-    def __init__(self) -> None:
-        self._sets: WeakValueDictionary[Masks, Holders] = WeakValueDictionary()
-
-    def __len__(self) -> int:
-        return len(self._sets)
-
-    def of(self, masks: Masks) -> Holders | None:
-        """The set with these masks; None when they are empty."""
-        found = self._sets.get(masks)
-        if found is None and any(masks):
-            found = self._sets[masks] = Holders(masks)
-        return found
-
-    def adding(self, holders: Holders | None, tier: CacheLevel, bit: int) -> Holders:
-        """``holders`` and the slot of ``bit`` in ``tier``."""
-        masks = list((holders or NO_HOLDERS).masks)
-        masks[tier] |= bit
-        added = self.of(tuple(masks))
-        assert added is not None
-        return added
-
-    def removing(self, holders: Holders, tier: CacheLevel, bit: int) -> Holders | None:
-        """``holders`` without the slot of ``bit`` in ``tier``; None when no holder is left."""
-        masks = list(holders.masks)
-        masks[tier] &= ~bit
-        return self.of(tuple(masks))

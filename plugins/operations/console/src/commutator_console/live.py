@@ -368,7 +368,7 @@ class LiveFeed:
 
     def _doors_known(self) -> int:
         """How many front doors there should be, as far as this one knows."""
-        return max(self._services.config.replicas, self._services.dispatcher.load_peers() + 1)
+        return max(self._services.config.replicas, self._services.dispatcher.load.peers + 1)
 
     async def _statuses(self) -> list[WorkerStatus]:
         found: list[WorkerStatus] = []
