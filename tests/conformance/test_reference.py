@@ -74,7 +74,7 @@ class TestReference(EngineContract):
 
     async def spoil_kv(self, client: EngineClient) -> None:
         assert isinstance(client, TokenApiClient)
-        self.servers[client.address]._engine.arena.tensor.mul_(1.01)
+        self.servers[client.address].arena.tensor.mul_(1.01)
 
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
         return expected()

@@ -82,4 +82,4 @@ class TestTrtllm(EngineContract):
 
     async def spoil_kv(self, client: EngineClient) -> None:
         assert isinstance(client, TrtllmClient)
-        self.engines[client.address]._engine.arena.tensor.mul_(1.01)
+        self.engines[client.address].arena.tensor.mul_(1.01)

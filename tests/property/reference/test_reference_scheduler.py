@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator_reference.block_pool import BlockPool
-from commutator_reference.scheduler import Chunk, Scheduler, Step
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Chunk, Scheduler, Sequence, Step
 
 BLOCK_SIZE = 2
 # Mostly zeros, so that prompts, and prompts with answers, often begin alike.

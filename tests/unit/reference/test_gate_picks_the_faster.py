@@ -18,9 +18,8 @@ from commutator_engine_kit.kv.block_manager.actions import LoadResult
 from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
 from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_reference.arena import KVArena
-from commutator_reference.batch import Batch
 from commutator_reference.engine import EngineOptions
-from commutator_reference.model import LlamaModel
+from commutator_reference.model import Batch, LlamaModel
 
 pytestmark = pytest.mark.slow
 

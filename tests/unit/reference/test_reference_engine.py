@@ -17,8 +17,8 @@ from commutator.contract.request import FinishReason, GenerateRequest, SamplingP
 from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_reference.arena import KVArena
-from commutator_reference.batch import build_batch
 from commutator_reference.engine import Deltas, EngineOptions, ReferenceEngine
+from commutator_reference.model import build_batch
 from commutator_reference.scheduler import Chunk
 
 MODEL = tiny_model()

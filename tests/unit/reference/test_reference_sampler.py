@@ -18,7 +18,7 @@ from commutator_reference.sampler import (
     sample,
     uniform,
 )
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Sequence
 
 EOS = (2,)
 

@@ -6,8 +6,7 @@ import pytest
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator_reference.block_pool import BlockPool
-from commutator_reference.scheduler import Scheduler, Step
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Scheduler, Sequence, Step
 
 BLOCK_SIZE = 4
 

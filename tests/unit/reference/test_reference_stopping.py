@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams
-from commutator_reference.sequence import Sequence, Stop, find_stop
+from commutator_reference.sampler import Stop, find_stop
+from commutator_reference.scheduler import Sequence
 
 EOS = (2, 3)
 ALPHABET = "abcdefghij"

@@ -9,7 +9,7 @@ import pytest
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator_reference.sequence import validate_request
+from commutator_reference.sampler import validate_request
 
 
 def check(request: GenerateRequest, *, can_decode: bool = True) -> None:

@@ -16,9 +16,8 @@ from transformers import LlamaForCausalLM
 from commutator.errors import ConfigError
 from commutator.tokenizer import read_gguf
 from commutator_reference.arena import KVArena
-from commutator_reference.batch import build_batch
 from commutator_reference.llama import Llama3RopeScaling
-from commutator_reference.model import LlamaModel, load_model
+from commutator_reference.model import LlamaModel, build_batch, load_model
 from commutator_reference.scheduler import Chunk
 from commutator_reference.weights import read_gguf_tensor
 

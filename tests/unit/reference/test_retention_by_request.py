@@ -14,7 +14,7 @@ from tests.support.tiny_llama import TINY, tiny_model
 from commutator.contract.block import RetentionHints
 from commutator.contract.request import GenerateRequest, KvRetention, SamplingParams
 from commutator_reference.engine import EngineOptions
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Sequence
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4

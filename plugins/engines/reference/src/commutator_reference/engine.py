@@ -26,13 +26,11 @@ from commutator.contract.block import KvEvent
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit.kv import KvConnector, LocatedPrompt
 from commutator_reference.arena import KVArena
-from commutator_reference.batch import build_batch
 from commutator_reference.block_pool import ANONYMOUS, BlockPool
 from commutator_reference.handover import Handover, TransferParams
-from commutator_reference.model import Abandoned, LlamaModel
-from commutator_reference.sampler import Sampled, sample
-from commutator_reference.scheduler import BlockLoads, Scheduler, Step
-from commutator_reference.sequence import Decode, Sequence, find_stop, validate_request
+from commutator_reference.model import Abandoned, LlamaModel, build_batch
+from commutator_reference.sampler import Decode, Sampled, find_stop, sample, validate_request
+from commutator_reference.scheduler import Scheduler, Sequence, Step
 from commutator_reference.tiering import Tiering
 
 __all__ = ["Deltas", "EngineOptions", "ReferenceEngine"]
@@ -103,11 +101,9 @@ class ReferenceEngine:
         self.pool = BlockPool(
             options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
         )
-        self._loads: list[BlockLoads] = []
         self._scheduler = Scheduler(
             self.pool,
             self.max_model_len,
-            self._loads,
             max_running_requests=options.max_running_requests,
             max_tokens_per_step=options.max_tokens_per_step,
         )
@@ -134,13 +130,10 @@ class ReferenceEngine:
         """Keep blocks in storage tiers, too; before the first request."""
         self._identity = connector.identity
         self._tiering = Tiering(connector, self.pool)
-        self._loads.append(self._tiering)
 
     def use_handover(self, handover: Handover) -> None:
         """Take part in disaggregated requests; before the first request."""
         self._handover = handover
-        # Before tiers: blocks of a prefill worker need no lookup there.
-        self._loads[:0] = [handover.exports, handover.pulls]
 
     @property
     def storing(self) -> bool:
@@ -165,7 +158,11 @@ class ReferenceEngine:
             max_model_len=self.max_model_len,
             can_decode=self._decode is not None,
         )
-        params = self._transfer_params(request)
+        params = None
+        if request.handover is not None:
+            if self._handover is None:
+                raise RequestError("this worker hands no KV over", "handover")
+            params = self._handover.read(request)
         limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
@@ -178,13 +175,6 @@ class ReferenceEngine:
             self._pending[key] = request
             self._inbox.append(lambda: self._admit(key, request, params))
             self._changed.notify()
-
-    def _transfer_params(self, request: GenerateRequest) -> TransferParams | None:
-        if self._handover is not None:
-            return self._handover.read(request)
-        if request.handover is not None:
-            raise RequestError("this worker hands no KV over", "handover")
-        return None
 
     def abort(self, key: int) -> None:
         """Stop a request and free its blocks before the next step. No effect if unknown."""
@@ -230,7 +220,9 @@ class ReferenceEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the block accounting is wrong; from the driving thread."""
-        self._scheduler.check_integrity()
+        handed = () if self._handover is None else (self._handover.exports, self._handover.pulls)
+        tiers = () if self._tiering is None else (self._tiering,)
+        self._scheduler.check_integrity((*handed, *tiers))
 
     def run(self, emit: Callable[[Deltas], None], stop: threading.Event) -> None:
         """Step while there is work, sleep while there is none, until ``stop`` is set.
@@ -289,6 +281,8 @@ class ReferenceEngine:
             if problem is not None:
                 self._unserved.append((key, problem))
                 return
+        if self._tiering is not None:  # after a hand-over, whose blocks need no lookup in tiers
+            sequence.loads.append(self._tiering)
         self._scheduler.add(sequence)
 
     def _tick(self) -> Deltas:

@@ -33,7 +33,7 @@ from commutator_engine_kit.kv.transfer import (
 )
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Sequence
 
 __all__ = [
     "Exports",
@@ -121,7 +121,9 @@ class Handover:
     def begin(self, sequence: Sequence, params: TransferParams) -> str | None:
         """Begin the request's part. Returns None, or why the request cannot be served."""
         if isinstance(params, PrefillTransferParams):
+            sequence.loads.append(self.exports)
             return self.exports.begin(sequence, params)
+        sequence.loads.append(self.pulls)
         self.pulls.begin(sequence, params)
         return None
 

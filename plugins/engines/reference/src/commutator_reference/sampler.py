@@ -1,8 +1,9 @@
-"""Chooses the next token of each sequence from its logits."""
+"""What a request may ask for, how its next token is chosen from logits, and when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from hashlib import blake2b
 
@@ -10,13 +11,97 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from commutator import SamplingParams, TokenLogprob
-from commutator_reference.sequence import Sequence, stop_ids
+from commutator import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+from commutator.errors import RequestError
+from commutator_reference.scheduler import Sequence
 
-__all__ = ["Sampled", "adjust", "is_adjusted", "keep_likeliest", "keep_top_p", "sample", "uniform"]
+__all__ = [
+    "Decode",
+    "Sampled",
+    "Stop",
+    "adjust",
+    "find_stop",
+    "is_adjusted",
+    "keep_likeliest",
+    "keep_top_p",
+    "sample",
+    "uniform",
+    "validate_request",
+]
+
+Decode = Callable[[Many[int]], str]
+"""Text of some tokens; a partial character may decode to a replacement character."""
+
+_SPARE_TOKENS = 8
+"""Tokens decoded beyond a stop string's length, because some tokens add no text."""
 
 _TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are tried before the whole vocabulary is sorted."""
+
+
+def validate_request(
+    request: GenerateRequest, *, vocab_size: int, max_model_len: int, can_decode: bool
+) -> None:
+    """Raise RequestError for the first thing wrong with ``request``.
+
+    ``can_decode`` says whether the engine can turn tokens into text, which stop strings need.
+    """
+    tokens, sampling = request.token_ids, request.sampling
+    if not tokens:
+        raise RequestError("the prompt has no tokens", "prompt")
+    if len(tokens) + 1 > max_model_len:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens; with at least one to generate, this engine "
+            f"takes {max_model_len} in all",
+            "prompt",
+            "context_length_exceeded",
+        )
+    ids = {
+        "prompt": tokens,
+        "logit_bias": sampling.logit_bias,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for param, values in ids.items():
+        # A model has no row for other ids, and indexing one would fail the whole batch.
+        wrong = next((token for token in values if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is not between 0 and {vocab_size - 1}", param)
+    for param, right, problem in _sampling_rules(sampling, vocab_size):
+        if not right:
+            raise RequestError(f"{param} must be {problem}", param)
+    done = request.generated_prefix
+    if not 0 <= done < min(len(tokens), sampling.max_tokens):
+        raise RequestError(
+            f"generated_prefix is {done}: expected less than max_tokens ({sampling.max_tokens}), "
+            f"and less than the {len(tokens)} tokens that it is the end of",
+            "generated_prefix",
+        )
+    for param, problem in _unsupported(request, can_decode=can_decode):
+        raise RequestError(f"the reference engine {problem}", param)
+
+
+def _sampling_rules(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, bool, str]]:
+    s = sampling
+    yield "max_tokens", s.max_tokens >= 1, "at least 1"
+    yield "min_tokens", 0 <= s.min_tokens <= s.max_tokens, "from 0 to max_tokens"
+    yield "temperature", 0 <= s.temperature < math.inf, "a finite number of at least 0"
+    yield "top_p", 0 < s.top_p <= 1, "above 0 and at most 1"
+    yield "top_k", s.top_k >= 0, "at least 0"
+    yield "min_p", 0 <= s.min_p <= 1, "from 0 to 1"
+    yield "repetition_penalty", 0 < s.repetition_penalty < math.inf, "a finite number above 0"
+    for param in ("presence_penalty", "frequency_penalty"):
+        yield param, math.isfinite(getattr(s, param)), "a finite number"
+    yield "logit_bias", all(map(math.isfinite, s.logit_bias.values())), "finite numbers"
+    top = 0 if s.top_logprobs is None else s.top_logprobs
+    yield "top_logprobs", 0 <= top <= vocab_size, f"from 0 to {vocab_size}"
+    yield "stop", "" not in s.stop, "strings that are not empty"
+
+
+def _unsupported(request: GenerateRequest, *, can_decode: bool) -> Iterator[tuple[str, str]]:
+    if request.sampling.stop and not can_decode:
+        yield "stop", "was started without a tokenizer, which stop strings need; use stop_token_ids"
+    if request.data_parallel_rank not in {None, 0}:
+        yield "data_parallel_rank", f"has rank 0 only, not {request.data_parallel_rank}"
 
 
 def is_adjusted(params: SamplingParams, output_length: int) -> bool:
@@ -142,7 +227,7 @@ def _takes_likeliest(sequence: Sequence) -> bool:
 def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[int]) -> Sampled:
     params, raw = sequence.sampling, logits
     if is_adjusted(params, sequence.output_length):
-        stops = stop_ids(params, eos_token_ids)
+        stops = _stop_ids(params, eos_token_ids)
         logits = adjust(logits, params, sequence.tokens, sequence.prompt_length, stops)
     token_id = _choose(logits, params, sequence.seed, len(sequence.tokens))
     if params.top_logprobs is None:
@@ -166,3 +251,66 @@ def _logprob(logits: Tensor, token_id: int, top: int) -> TokenLogprob:
     best = logprobs.topk(top)
     likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id]), top=tuple(likeliest))
+
+
+@frozen
+class Stop:
+    """Why a request ends with its newest token."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def _stop_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> set[int]:
+    """The tokens that end this request."""
+    return {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+
+
+def find_stop(
+    sequence: Sequence,
+    eos_token_ids: Collection[int],
+    max_model_len: int,
+    decode: Decode | None,
+) -> Stop | None:
+    """Whether the newest token ends the request. Before ``min_tokens`` nothing but length does.
+
+    The ending token stays in the output; ``stop_reason`` names a stop id or string, and is None
+    for the end-of-sequence token, as in vLLM.
+    """
+    params, token = sequence.sampling, sequence.tokens[-1]
+    if sequence.output_length >= params.min_tokens:
+        if token in eos_token_ids and not params.ignore_eos:
+            return Stop(FinishReason.STOP)
+        if token in params.stop_token_ids:
+            return Stop(FinishReason.STOP, token)
+        if params.stop and decode is not None:
+            found = _completed_stop_string(sequence, params.stop, decode)
+            if found is not None:
+                return Stop(FinishReason.STOP, found)
+    is_full = len(sequence.tokens) >= max_model_len
+    if is_full or sequence.output_length >= params.max_tokens:
+        return Stop(FinishReason.LENGTH)
+    return None
+
+
+def _completed_stop_string(sequence: Sequence, stop: tuple[str, ...], decode: Decode) -> str | None:
+    """The first of the stop strings that the newest token completed."""
+    tail, text = _tail(sequence, max(map(len, stop)), decode)
+    candidates = [string for string in stop if string in text]
+    if not candidates:
+        return None
+    # It may have been complete before min_tokens were reached.
+    before = decode(tail[:-1])
+    return next((s for s in candidates if text.count(s) > before.count(s)), None)
+
+
+def _tail(sequence: Sequence, characters: int, decode: Decode) -> tuple[list[int], str]:
+    """The last output tokens, enough for ``characters`` characters of text, and that text."""
+    length = characters + _SPARE_TOKENS
+    while True:
+        start = max(sequence.prompt_length, len(sequence.tokens) - length)
+        tail = sequence.tokens[start:]
+        text = decode(tail)
+        if len(text) >= characters + _SPARE_TOKENS or start == sequence.prompt_length:
+            return tail, text
+        length *= 2

@@ -11,12 +11,128 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
-from commutator_reference.block_pool import BlockPool
-from commutator_reference.sequence import Sequence
+from commutator import GenerateRequest, RetentionHints, SamplingParams
+from commutator.contract.block import CacheIdentity, retention_hints
+from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 
-__all__ = ["BlockLoads", "Chunk", "Scheduler", "Step"]
+__all__ = ["BlockLoads", "Chunk", "Scheduler", "Sequence", "Step"]
+
+
+class BlockLoads(Protocol):
+    """Blocks loaded from elsewhere before a request is admitted, or held for other workers."""
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether to admit it now, with the blocks ``hits`` in the pool; False: call again."""
+
+    def drop(self, key: int) -> None:
+        """The request ended."""
+
+    def held_blocks(self) -> set[int]:
+        """Blocks held in addition to those of running requests."""
+
+
+@define(eq=False)
+class Sequence:
+    """Prompt and output tokens with the blocks that hold their KV.
+
+    The KV of the newest token is computed in the step that samples the next one, so a sequence
+    that decodes has exactly one token more than ``computed``.
+    """
+
+    key: int
+    request: GenerateRequest
+    arrival: int
+    tokens: list[int]
+    """The prompt, then the output."""
+    prompt_length: int
+    """The prompt's length, without tokens that another worker generated."""
+    seed: int
+    namespace: CacheIdentity
+    computed: int = 0
+    """Leading tokens whose KV is in the blocks."""
+    blocks: list[int] = field(factory=list)
+    identities: list[BlockIdentity] = field(factory=list)
+    """Identities of the leading full blocks computed so far."""
+    registered: int = 0
+    """Leading blocks that are in the prefix cache."""
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache at the first admission."""
+    tiers_asked: bool = False
+    """Whether its blocks in storage tiers were loaded, or need not be."""
+    started: bool = False
+    """Whether a delta has been emitted."""
+    loads: list[BlockLoads] = field(factory=list)
+    """What has a part in this request, in the order in which it is asked."""
+
+    @classmethod
+    def start(
+        cls,
+        key: int,
+        request: GenerateRequest,
+        arrival: int,
+        seed: int,
+        base: CacheIdentity = ANONYMOUS,
+    ) -> Sequence:
+        """A sequence that has not been scheduled yet."""
+        return cls(
+            key,
+            request,
+            arrival,
+            tokens=list(request.token_ids),
+            prompt_length=len(request.token_ids) - request.generated_prefix,
+            seed=seed,
+            namespace=evolve(base, adapter=request.adapter_digest, cache_salt=request.cache_salt),
+        )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.request.sampling
+
+    @property
+    def output_length(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: lower priority value first, then first come, first served."""
+        return self.request.priority, self.arrival
+
+    def facts(self, index: int, block_size: int) -> RetentionHints:
+        """Retention hints of full block ``index``: its depth, and the client's wishes."""
+        request = self.request
+        return retention_hints(
+            index, block_size, self.prompt_length, request.cache_salt, request.retention
+        )
+
+    def identity(self, index: int, block_size: int) -> BlockIdentity:
+        """The identity of full block ``index``; computed once, survives preemption."""
+        while len(self.identities) <= index:
+            start = len(self.identities) * block_size
+            token_ids = self.tokens[start : start + block_size]
+            if self.identities:
+                self.identities.append(self.identities[-1].child(token_ids))
+            else:
+                self.identities.append(BlockIdentity.first(self.namespace, token_ids))
+        return self.identities[index]
+
+    def reusable(self, block_size: int) -> list[BlockIdentity]:
+        """Identities of the full blocks that need not be computed if they are cached somewhere.
+
+        The last token is always computed: the next one is sampled from its logits.
+        """
+        count = (len(self.tokens) - 1) // block_size
+        if count > len(self.identities):
+            self.identity(count - 1, block_size)
+        return self.identities[:count]
 
 
 @frozen
@@ -57,19 +173,6 @@ class Step:
         return sum(len(c.token_ids) for c in self.chunks if len(c.token_ids) > 1)
 
 
-class BlockLoads(Protocol):
-    """Blocks loaded from elsewhere before a request is admitted, or held for other workers."""
-
-    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether to admit it now, with the blocks ``hits`` in the pool; False: call again."""
-
-    def drop(self, key: int) -> None:
-        """The request ended."""
-
-    def held_blocks(self) -> set[int]:
-        """Blocks held in addition to those of running requests."""
-
-
 class Scheduler:
     """Running requests first, decodes before prefills; then admission in order of rank.
 
@@ -82,7 +185,6 @@ class Scheduler:
         self,
         pool: BlockPool,
         max_model_len: int,
-        loads: Many[BlockLoads] = (),
         *,
         max_running_requests: int,
         max_tokens_per_step: int,
@@ -94,7 +196,6 @@ class Scheduler:
                 f"{pool.num_blocks} blocks of {pool.block_size} hold"
             )
         self.pool = pool
-        self._loads = loads
         self.max_model_len = max_model_len
         self.preemptions = 0
         """How often a request has lost its blocks."""
@@ -138,7 +239,7 @@ class Scheduler:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return False
-        for load in self._loads:
+        for load in sequence.loads:
             load.drop(key)
         if self._running.pop(key, None) is None:
             del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
@@ -164,14 +265,14 @@ class Scheduler:
             if self.pool.prefix_caching:
                 self._register_full_blocks(sequence)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when requests and pool disagree about held blocks."""
+    def check_integrity(self, loads: Iterable[BlockLoads] = ()) -> None:
+        """Raise AssertionError when requests, ``loads`` and pool disagree about held blocks."""
         self.pool.check_integrity()
         assert len(self._running) <= self._max_running, "too many requests run"
         assert len(self._running) + len(self._waiting) == len(self._sequences), "a request is lost"
         assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
         held = {block for sequence in self._running.values() for block in sequence.blocks}
-        held = held.union(*(load.held_blocks() for load in self._loads))
+        held = held.union(*(load.held_blocks() for load in loads))
         assert len(held) == self.pool.held, "a block is held by no request"
 
     def _plan_running(self, plan: dict[int, int]) -> list[int]:
@@ -207,7 +308,7 @@ class Scheduler:
                 hits = self.pool.find_prefix(sequence.reusable(self.pool.block_size))
             if not self._has_room_for(sequence, hits):
                 break
-            if not all(load.ready(sequence, hits) for load in self._loads):
+            if not all(load.ready(sequence, hits) for load in sequence.loads):
                 position += 1  # others continue while its blocks are on their way
                 continue
             del self._waiting[position]

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import torch
 from attrs import evolve
 
-from commutator import EngineInfo, EngineLoad, GenerateRequest
+from commutator import EngineInfo
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import ConfigError
 from commutator.kv_events import EventPublisher
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _WHERE = "reference engine"
 
 
-class ReferenceServer(TokenEngine):
+class ReferenceServer(ReferenceEngine, TokenEngine):
     """Loads the model, then runs the engine on one thread until ``stop``."""
 
     def __init__(self, config: ReferenceConfig, start: EngineStart) -> None:
@@ -56,7 +56,7 @@ class ReferenceServer(TokenEngine):
         self._publisher = (
             EventPublisher(keep_messages=config.kv_events_kept) if config.kv_events else None
         )
-        self._engine = ReferenceEngine(
+        super().__init__(
             llama,
             EngineOptions(
                 num_blocks=num_blocks,
@@ -72,39 +72,38 @@ class ReferenceServer(TokenEngine):
         )
         self._connector: KvConnector | None = None
         self._admin: KvAdmin | None = None
-        self._handover: Handover | None = None
         if start.tiers or missing is None:
             identity = cache_identity(
                 model.name, path, llama.config, block_size=config.block_size, dtype=dtype
             )
         if missing is None:
-            self._handover = Handover(
+            handover = Handover(
                 identity,
-                self._engine.arena,
-                self._engine.pool,
+                self.arena,
+                self.pool,
                 agent_name=f"handover/{start.worker_id}/{uuid.uuid4().hex}",
-                wake=self._engine.wake,
+                wake=self.wake,
                 host=start.host,
                 parameters=config.ucx_parameters,
             )
-            self._engine.use_handover(self._handover)
+            self.use_handover(handover)
         if start.tiers:
             self._connector = KvConnector(
                 start.tiers,
-                self._engine.arena.block_arena,
+                self.arena.block_arena,
                 identity,
                 worker_id=start.worker_id,
                 reports_evictions=True,
-                wake=self._engine.wake,
+                wake=self.wake,
             )
             self._connector.start()
-            self._engine.use_tiers(self._connector)
-            self._admin = KvAdmin(self._connector, self._engine.locate, self._device_blocks)
+            self.use_tiers(self._connector)
+            self._admin = KvAdmin(self._connector, self.locate, self._device_blocks)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
             model=model.name,
-            max_model_len=self._engine.max_model_len,
+            max_model_len=self.max_model_len,
             block_size=config.block_size,
             kv_capacity_blocks=num_blocks,
             kv_events=None if self._publisher is None else self._publisher.source,
@@ -126,7 +125,7 @@ class ReferenceServer(TokenEngine):
     def _run(self, emit: Emit) -> None:
         """Run the engine until ``stop``. An error ends the process; its supervisor restarts it."""
         try:
-            self._engine.run(emit, self._stopping)
+            self.run(emit, self._stopping)
         except Exception:
             log.critical(
                 "engine: block accounting failed; the process ends, and its supervisor restarts it",
@@ -134,27 +133,15 @@ class ReferenceServer(TokenEngine):
             )
             os._exit(os.EX_SOFTWARE)
 
-    def submit(self, key: int, request: GenerateRequest) -> None:
-        self._engine.submit(key, request)
-
-    def abort(self, key: int) -> None:
-        self._engine.abort(key)
-
-    def load(self) -> EngineLoad:
-        return self._engine.load()
-
     def _device_blocks(self) -> DeviceBlocks:
-        load, on_cpu = self._engine.load(), self._engine.arena.tensor.device.type == "cpu"
+        load, on_cpu = self.load(), self.arena.tensor.device.type == "cpu"
         return DeviceBlocks(
             medium="CPU" if on_cpu else "GPU",
             held=load.kv_used_blocks,
             cached=load.kv_cached_blocks,
             capacity=load.kv_capacity_blocks,
-            block_bytes=self._engine.arena.block_arena.block_bytes,
+            block_bytes=self.arena.block_arena.block_bytes,
         )
-
-    def reset_prefix_cache(self) -> None:
-        self._engine.reset_prefix_cache()
 
     @property
     def kv_admin(self) -> KvAdmin | None:

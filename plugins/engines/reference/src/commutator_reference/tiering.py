@@ -19,7 +19,7 @@ from commutator import BlockKey
 from commutator.contract.block import BlockDescriptor, KvEvent
 from commutator_engine_kit.kv import FinishedOnboard, KvConnector, OnboardTicket
 from commutator_reference.block_pool import BlockIdentity, BlockPool
-from commutator_reference.sequence import Sequence
+from commutator_reference.scheduler import Sequence
 
 __all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering"]
 
