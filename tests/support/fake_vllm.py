@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from attrs import define, evolve, field
 from tests.support.foreign_engine import IDENTITY, ForeignEngine
+from tests.support.kv_integrity import check_connector
 
 from commutator_vllm.kv_scheduler import TierScheduler
 from commutator_vllm.kv_worker import TierWorkerSide
@@ -150,7 +151,7 @@ class FakeVllm:
         self._until(lambda: not self.requests and not self.scheduler.busy)
         assert not self.users
         for engine, _ in self._workers:
-            engine.connector.check_integrity()
+            check_connector(engine.connector)
 
     def close(self) -> None:
         for engine, _ in self._workers:

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, Self
 
 from attrs import evolve
+from tests.support.kv_integrity import check_connector
 
 from commutator.config.kinds import config_converter
 from commutator.contract.block import BlockDescriptor, CacheIdentity, KvEvent, RetentionHints
@@ -246,7 +247,7 @@ class KvRig:
 
         wait_for(settled, timeout_s)
         self.wait_for(lambda: not +self.lent, timeout_s)
-        self.connector.check_integrity()
+        check_connector(self.connector)
 
     def store(self, keys: Sequence[bytes]) -> None:
         """Offload a chain, and wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.kv_integrity import check_integrity
 from tests.support.kv_world import KvWorld
 
 from commutator.contract.block import BlockDescriptor, RetentionHints, strongest
@@ -31,7 +32,7 @@ def note(facts: list[RetentionHints], stored_after: int) -> str:
             (move,) = world.moves.values()
             written = world.written(move, move.keys)
             world.do(world.manager.finish_store(move.move_id, written, {}, 0.0))
-        world.manager.check_integrity()
+        check_integrity(world.manager)
     assert not +world.held
     return world.manager.explain([KEY], 0.0)[0].held[0].note
 

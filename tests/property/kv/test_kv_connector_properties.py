@@ -15,6 +15,7 @@ import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.kv_integrity import check_connector
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups, wait_for
 
 from commutator_engine_kit.kv.tiers.block_io import BlockIo
@@ -130,7 +131,7 @@ class World:
                 rig.close()
                 rig.wait_for(lambda: not +rig.lent)
                 self.rig = self._start()
-        self.rig.connector.check_integrity()
+        check_connector(self.rig.connector)
 
     def recover(self) -> None:
         """The faults end: the service must, too."""

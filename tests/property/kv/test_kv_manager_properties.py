@@ -7,18 +7,14 @@ from collections.abc import Callable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.kv_integrity import check_integrity
 from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import BlockDescriptor, RetentionHints
 from commutator.contract.eviction import EvictionPolicy
+from commutator.contract.tier import AdmissionConfig
 from commutator_engine_kit.kv.block_manager.actions import Announce, FreeBlocks, LoadResult
-from commutator_engine_kit.kv.block_manager.admission import (
-    AdmissionRule,
-    MinimumHits,
-    NotLongerThan,
-    PromptOnly,
-)
-from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierSpec
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
@@ -36,7 +32,12 @@ POLICIES: list[Callable[[int], EvictionPolicy]] = [
     S3Fifo,
     TinyLfu,
 ]
-RULES: list[AdmissionRule] = [MinimumHits(2), NotLongerThan(3), PromptOnly()]
+RULES = [
+    AdmissionConfig(),
+    AdmissionConfig(min_hits=2),
+    AdmissionConfig(max_blocks=3),
+    AdmissionConfig(prompt_only=True),
+]
 
 numbers = st.integers(1, BLOCKS)
 retentions = st.builds(
@@ -84,12 +85,11 @@ def specs(draw: st.DrawFn) -> list[TierSpec]:
                 capacity_blocks=capacity,
                 shared=draw(st.booleans()),
                 eviction=draw(st.sampled_from(POLICIES)),
-                admission=draw(st.lists(st.sampled_from(RULES), max_size=1)),
+                admission=draw(st.sampled_from(RULES)),
                 write=draw(
                     st.sampled_from(["through", "through", "on_evict", "on_evict", "never"])
                 ),
                 prefetch=draw(st.booleans()),
-                load_cost=draw(st.sampled_from([None, LoadCost(latency_s=1.0, block_s=0.1)])),
                 tenant_share=draw(st.sampled_from([None, None, 0.4])),
             )
         )
@@ -226,7 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if not hasattr(self, "world"):
             return
-        self.manager.check_integrity()
+        check_integrity(self.manager)
         for tier in range(len(self.world.capacities)):
             self.world.check_room(tier)
         for key in KEYS:
@@ -252,7 +252,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not +self.world.held, "a device block was never released"
         assert statistics.held_on_device == 0
         assert all(tier.waiting == tier.staged == tier.leaving == 0 for tier in statistics.tiers)
-        self.manager.check_integrity()
+        check_integrity(self.manager)
 
 
 TestKvManager = ManagerMachine.TestCase

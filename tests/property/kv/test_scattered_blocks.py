@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.support.foreign_engine import TIMEOUT_S, ForeignEngine, dram, prompt
+from tests.support.kv_integrity import check_connector
 
 from commutator.contract.tier import Memory, Span
 from commutator_engine_kit.kv.arena import BlockPart, ScatteredArena
@@ -107,7 +108,7 @@ class Embedded(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.engine.connector.check_integrity()
+        check_connector(self.engine.connector)
 
     def teardown(self) -> None:
         self.engine.__exit__()

@@ -8,11 +8,12 @@ from typing import Any
 from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.kv_integrity import check_integrity
 from tests.support.step_by_step import StepByStep, told
 
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.request import KvRetention
-from commutator_engine_kit.kv.block_manager.admission import MinimumHits, PromptOnly
+from commutator.contract.tier import AdmissionConfig
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import (
     DEVICE,
@@ -37,6 +38,14 @@ class Script:
 
     parameters: SimParameters
     actions: list[tuple[Any, ...]]
+
+
+ADMISSIONS = [
+    AdmissionConfig(),
+    AdmissionConfig(),
+    AdmissionConfig(min_hits=2),
+    AdmissionConfig(prompt_only=True),
+]
 
 
 def request_of(
@@ -68,7 +77,7 @@ def random_parameters(rng: random.Random) -> SimParameters:
                 latency_ns=rng.choice([0, 5]),
                 write=rng.choice(["through", "on_evict"]),
                 eviction=EvictionConfig(kind=rng.choice(["lru", "arc", "leaf_first"])),
-                admission=rng.choice([(), (), (MinimumHits(),), (PromptOnly(),)]),
+                admission=rng.choice(ADMISSIONS),
                 tenant_share=rng.choice([None, None, 0.5]),
             )
             for name in names
@@ -208,7 +217,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind(script: Script) -> No
     model, events = play(script)
     assert (model.running, model.waiting, model.cache.used_blocks) == (0, 0, 0)
     assert model.tiers.manager.statistics().held_on_device == 0
-    model.tiers.manager.check_integrity()
+    check_integrity(model.tiers.manager)
     submitted = {n for n, action in enumerate(script.actions) if action[0] == "submit"}
     finished = [event.key for event in events if isinstance(event, Finished)]
     first = [event.key for event in events if isinstance(event, FirstToken)]

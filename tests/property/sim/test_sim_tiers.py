@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from commutator.config.kinds import config_converter
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.request import KvRetention
+from commutator.contract.tier import AdmissionConfig
 from commutator.errors import ConfigError
 from commutator.plugins import installed_plugins
 from commutator.schema.structure import structure
-from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import Offloaded, Removed
 from commutator_sim.request import SimRequest
@@ -100,10 +100,10 @@ def test_what_the_first_tier_gives_up_goes_to_the_next_or_is_there_already() -> 
 def test_admission() -> None:
     request = SimRequest(2000, 2000, [1, 2, 3])
     for rules, taken in (
-        ((), (1, 2, 3)),
-        ((PromptOnly(),), (1, 2)),
-        ((NotLongerThan(1),), (1,)),
-        ((MinimumHits(),), None),
+        (AdmissionConfig(), (1, 2, 3)),
+        (AdmissionConfig(prompt_only=True), (1, 2)),
+        (AdmissionConfig(max_blocks=1), (1,)),
+        (AdmissionConfig(min_hits=2), None),
     ):
         tiers = tiers_of(evolve(FAST, admission=rules))
         told = [] if taken is None else [Offloaded(5, "host", taken)]
@@ -112,7 +112,7 @@ def test_admission() -> None:
 
 
 def test_uses_count_for_a_tier_that_gets_what_is_evicted() -> None:
-    tiers = tiers_of(evolve(HOST, admission=(MinimumHits(),)))
+    tiers = tiers_of(evolve(HOST, admission=AdmissionConfig(min_hits=2)))
     assert use(tiers, [1, 2, 1]) == {"device": set(), "host": {1}}
 
 

@@ -22,8 +22,8 @@ def speed(block_s: float) -> PrefillSpeed:
     st.lists(st.integers(1, 500), min_size=30, max_size=60).filter(lambda n: len(set(n)) > 9),
 )
 def test_latency_and_bandwidth_are_distinguished(cost: LoadCost, batches: list[int]) -> None:
-    measured = LoadSpeed(LoadCost(latency_s=3.0, block_s=0.5))
-    for blocks in batches * 8:  # so that the guess is forgotten
+    measured = LoadSpeed()
+    for blocks in batches * 8:
         measured.measured(blocks, cost.of(blocks), 0.0)
     assert measured.cost is not None
     for blocks in set(batches):

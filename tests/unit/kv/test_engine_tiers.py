@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.support.kv_rig import setups
 
+from commutator.contract.tier import AdmissionConfig
 from commutator.errors import ConfigError, TierError
 from commutator.schema.structure import StructureError
 from commutator_dram.tier import DramTier
-from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator_engine_kit.kv.tiers.codecs import chain_name
 from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_nvme.tier import NvmeTier
@@ -23,7 +23,7 @@ ENCRYPTED = {"encryption_key": {"env": "BLOCK_KEY"}}
 
 def test_defaults() -> None:
     (setup,) = setups(DRAM)
-    assert (setup.name, setup.codecs, setup.spec().admission) == ("dram", (), ())
+    assert (setup.name, setup.codecs, setup.spec().admission) == ("dram", (), AdmissionConfig())
     assert isinstance(setup.tier, DramTier)
     assert setup.write == "through"
     assert setup.config.max_bytes_per_s is None
@@ -48,7 +48,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     assert setup.write == "on_evict"
-    assert setup.spec().admission == (PromptOnly(), NotLongerThan(7), MinimumHits(3))
+    assert setup.spec().admission == AdmissionConfig(prompt_only=True, max_blocks=7, min_hits=3)
     assert chain_name(setup.codecs) == "zstd+aes-gcm"
     assert setup.framed
     config = setup.config

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 from tests.support.foreign_engine import IDENTITY, TIMEOUT_S, ForeignEngine, dram, prompt
+from tests.support.kv_integrity import check_connector
 from tests.support.kv_rig import wait_for
 
 from commutator.contract.block import BlockStored
@@ -43,7 +44,7 @@ def test_a_part_of_a_plan_can_be_loaded() -> None:
         ]
         assert engine.holds(8, keys[2])
         assert engine.holds(9, keys[3])
-        engine.connector.check_integrity()
+        check_connector(engine.connector)
         with pytest.raises(ValueError, match="5 blocks were planned"):
             engine.connector.loads.onboard(engine.plan(keys), [8, 9], skip=4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.kv_integrity import check_integrity
 from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import BlockDescriptor
@@ -57,7 +58,7 @@ def test_blocks_pass_by_a_tier_that_is_only_read() -> None:
     moves = offer(world, 3)
     assert {(move.source, move.target) for move in moves} == {(-1, 0), (0, 2)}
     assert sorted(world.manager.match([key(n)])[0] for n in (1, 2, 3)) == [0, 0, 2]
-    world.manager.check_integrity()
+    check_integrity(world.manager)
 
 
 def test_what_a_peer_was_found_to_have_is_forgotten_and_goes_nowhere() -> None:
@@ -71,7 +72,7 @@ def test_what_a_peer_was_found_to_have_is_forgotten_and_goes_nowhere() -> None:
     assert world.manager.match([key(3), key(4)]) == [0, 0]
     assert world.manager.match([key(0)]) == []
     assert world.manager.statistics().tiers[0].removed == {"evicted": 3}
-    world.manager.check_integrity()
+    check_integrity(world.manager)
 
 
 def test_a_device_above_read_only_tiers_stores_nothing() -> None:

@@ -15,7 +15,7 @@ from commutator.errors import TransferTimeoutError
 from commutator_engine_kit.kv.tiers import executor as tier_worker
 from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
-from commutator_engine_kit.kv.tiers.guards import Bandwidth
+from commutator_engine_kit.kv.tiers.guards import Bandwidth, IoGuards
 from commutator_engine_kit.kv.tiers.mover import GPU_COPIES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, build_io
 from commutator_engine_kit.nixl.agent import TransferAgent
@@ -70,7 +70,7 @@ def test_a_tier_is_not_closed_while_nixl_still_moves_its_bytes(
 def test_the_limit_of_bytes_per_second_is_one_for_the_engine_and_for_other_tiers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits: list[object] = []
+    limits: list[IoGuards] = []
 
     def noted(*arguments: Any) -> Any:
         limits.append(arguments[-1])
@@ -81,7 +81,7 @@ def test_the_limit_of_bytes_per_second_is_one_for_the_engine_and_for_other_tiers
     worker.open()
     worker.close()
     assert len(limits) == 2
-    assert isinstance(limits[0], Bandwidth)
+    assert limits[0].bandwidth == Bandwidth(1_000_000)
     assert limits[0] is limits[1]
 
 

@@ -7,15 +7,15 @@ from collections.abc import Generator, Sequence
 
 import pytest
 from attrs import evolve
+from tests.support.kv_integrity import check_integrity
 from tests.support.kv_rig import BLOCK_BYTES, UNKNOWN_SPEED, KvRig, chain, content, setups
 from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import PLAIN, BlockDescriptor, RetentionHints
-from commutator.contract.tier import StoredBlock
+from commutator.contract.tier import AdmissionConfig, StoredBlock
 from commutator_dram.tier import DramTier
 from commutator_engine_kit.kv.arena import checksum
 from commutator_engine_kit.kv.block_manager.actions import FreeBlocks, JobUrgency, LoadResult
-from commutator_engine_kit.kv.block_manager.admission import MinimumHits
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_eviction.lru import Lru
 
@@ -54,7 +54,7 @@ def end_stores(world: KvWorld, *, fail: bool = False) -> None:
         move = next(iter(world.moves.values()))
         written = world.written(move, [] if fail else move.keys)
         world.do(world.manager.finish_store(move.move_id, written, {}, 0.0))
-        world.manager.check_integrity()
+        check_integrity(world.manager)
 
 
 def note(world: KvWorld, number: int) -> str:
@@ -106,13 +106,12 @@ def test_what_is_asked_for_a_store_that_fails_is_forgotten() -> None:
 
 
 def counting(hits: int) -> KvWorld:
-    rules = [MinimumHits(hits)]
     spec = TierSpec(
         name="dram",
         medium="CPU",
         capacity_blocks=4,
         eviction=lambda _: Lru(),
-        admission=rules,
+        admission=AdmissionConfig(min_hits=hits),
         write="on_evict",
     )
     return KvWorld([spec])
@@ -153,9 +152,10 @@ def test_a_load_and_the_use_after_it_are_one() -> None:
 
 
 def test_it_can_be_asked_what_would_be_taken() -> None:
-    tiers = counting(1)
+    tiers = counting(2)
     offers = [offer(number) for number in (1, 2)]
-    assert tiers.manager.admissible(offers) == set()  # never used
+    tiers.manager.used([key(1), key(2)])
+    assert tiers.manager.admissible(offers) == set()  # used once
     tiers.manager.used([key(1), key(2)])
     assert tiers.manager.admissible(offers) == {key(1), key(2)}
     assert not tiers.manager.statistics().edges, "nothing is counted as refused"

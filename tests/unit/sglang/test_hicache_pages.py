@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 from attrs import evolve
 from tests.support.foreign_engine import IDENTITY, ForeignEngine, dram
+from tests.support.kv_integrity import check_connector
 
 from commutator.errors import TierError
 from commutator_engine_kit.kv.connector import OnboardTicket
@@ -38,7 +39,7 @@ def test_what_was_stored_is_found_and_loaded() -> None:
         assert pages.found(NAMES) == 5
         assert pages.load(NAMES, [9, 3, 12, 5, 14]) == [True] * 5
         assert holds(engine, [9, 3, 12, 5, 14], NAMES)
-        engine.connector.check_integrity()
+        check_connector(engine.connector)
         assert engine.connector.idle, "a question keeps nothing"
 
 

@@ -11,9 +11,9 @@ import pytest
 from commutator.config.kinds import config_converter
 from commutator.config.load import load_config
 from commutator.contract.eviction import EvictionConfig
+from commutator.contract.tier import AdmissionConfig
 from commutator.plugins import installed_plugins
 from commutator.schema.structure import StructureError, structure
-from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator_sim.config import SimConfig, SimParameters, TierParameters
 
 HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}
@@ -76,7 +76,7 @@ def test_every_setting_reaches_the_model() -> None:
                 latency_ns=1_000_000,
                 write="on_evict",
                 eviction=config.tiers[0].eviction,
-                admission=(PromptOnly(), NotLongerThan(4), MinimumHits(2)),
+                admission=AdmissionConfig(prompt_only=True, max_blocks=4, min_hits=2),
                 tenant_share=0.5,
                 tenant_shares={"a": 1.0},
             ),

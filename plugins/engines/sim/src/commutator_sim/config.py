@@ -18,8 +18,7 @@ from commutator import (
     setting,
 )
 from commutator.contract.planner import EnginePerformance
-from commutator.contract.tier import TierPolicyConfig
-from commutator_engine_kit.kv import AdmissionRule, admission_rules
+from commutator.contract.tier import AdmissionConfig, TierPolicyConfig
 
 __all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
 
@@ -38,7 +37,7 @@ class TierParameters:
     """When blocks are stored there: once computed, or when the tier above evicts them."""
     eviction: EvictionConfig = EvictionConfig(kind="lru")
     """The options of an installed policy."""
-    admission: tuple[AdmissionRule, ...] = ()
+    admission: AdmissionConfig = AdmissionConfig()
     tenant_share: float | None = None
     """Largest part of the capacity that one tenant may fill; None: all of it."""
     tenant_shares: Mapping[str, float] = Factory(dict)
@@ -217,7 +216,7 @@ class SimConfig(EngineConfig):
                     latency_ns=round(tier.latency_s * 1e9),
                     write=tier.write,
                     eviction=tier.eviction,
-                    admission=admission_rules(tier.admission),
+                    admission=tier.admission,
                     tenant_share=tier.tenant_share,
                     tenant_shares=tier.tenant_shares,
                 )

@@ -72,7 +72,7 @@ class OffloadTiers:
         )
         self._takes_computed = any(tier.write == "through" for tier in tiers)
         self._takes_evicted = bool(tiers) and tiers[0].write == "on_evict"
-        self._counts_uses = any(rule.counts_uses for tier in tiers for rule in tier.admission)
+        self._counts_uses = any(tier.admission.min_hits > 1 for tier in tiers)
         self._offers: dict[int, BlockDescriptor] = {}
         """Descriptors of the blocks on the device that have a key."""
         self._load_ids = count()

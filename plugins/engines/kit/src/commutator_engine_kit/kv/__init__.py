@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         StoreBlocks,
         event_hash,
     )
-    from commutator_engine_kit.kv.block_manager.admission import AdmissionRule, admission_rules
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
     from commutator_engine_kit.kv.block_manager.manager import BlockManager
     from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
-    "AdmissionRule",
     "Announce",
     "Arena",
     "BlockArena",
@@ -65,7 +63,6 @@ __all__ = [
     "StoreBlocks",
     "Stores",
     "TierSpec",
-    "admission_rules",
     "bytes_at",
     "checksum",
     "event_hash",
@@ -75,7 +72,6 @@ __all__ = [
 _HOMES = (
     "commutator_engine_kit.kv.arena",
     "commutator_engine_kit.kv.block_manager.actions",
-    "commutator_engine_kit.kv.block_manager.admission",
     "commutator_engine_kit.kv.block_manager.block_pool",
     "commutator_engine_kit.kv.block_manager.onboard",
     "commutator_engine_kit.kv.block_manager.manager",

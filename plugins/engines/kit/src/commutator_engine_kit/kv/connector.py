@@ -21,7 +21,6 @@ from commutator.contract.worker import KvExchange, KvStatistics
 from commutator.errors import TierError
 from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
-from commutator_engine_kit.kv.block_manager.admission import count_uses
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
 from commutator_engine_kit.kv.lending import TierExporter, lend
 from commutator_engine_kit.kv.loads import Loads
@@ -90,7 +89,7 @@ class KvConnector:
         writes = (setup.write for setup in self.tiers if setup.write != "never")
         self.takes_evicted = next(writes, "never") == "on_evict"
         """Whether the fastest writable tier stores the blocks that the engine evicts."""
-        self.counts_uses = count_uses(setup.spec().admission for setup in self.tiers)
+        self.counts_uses = any(setup.config.admission.min_hits > 1 for setup in self.tiers)
         """Whether an admission rule needs the number of a block's uses."""
         self._wake = wake
         self._news: threading.Event | None = None
@@ -196,11 +195,6 @@ class KvConnector:
         """The counters and states of all tiers."""
         with self._queue:
             return self._stack.manager.statistics()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the block manager's state is inconsistent."""
-        with self._queue:
-            self._stack.manager.check_integrity()
 
     @property
     def idle(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from attrs import Factory, define, frozen
@@ -19,7 +19,7 @@ from commutator.contract.block import (
 )
 from commutator.contract.eviction import EvictionPolicy
 from commutator.contract.principal import SALT_SEPARATOR
-from commutator_engine_kit.kv.block_manager.admission import AdmissionRule
+from commutator.contract.tier import AdmissionConfig
 
 __all__ = [
     "EdgeCounts",
@@ -57,15 +57,13 @@ class TierSpec:
     """Whether others write to the same medium."""
     eviction: Callable[[int], EvictionPolicy]
     """Makes a policy for a tier of the given number of blocks. Each priority has its own policy."""
-    admission: Sequence[AdmissionRule] = ()
+    admission: AdmissionConfig = AdmissionConfig()
     write: Literal["through", "on_evict", "never"] = "through"
     """When a block is stored here. "through": once it is computed. "on_evict": before the next
     faster writable tier (for the first tier: the device) evicts it. "never": the tier is
     read-only."""
     prefetch: bool = True
     """Whether prefetches copy blocks here from slower tiers."""
-    load_cost: LoadCost | None = None
-    """A first estimate; measurements replace it."""
     tenant_share: float | None = None
     """Largest part of the capacity that one tenant may fill, 0 to 1. None: all of it."""
     tenant_shares: Mapping[str, float] = Factory(dict)
@@ -115,14 +113,14 @@ class TierBlockPool:
             lambda: spec.eviction(remembered), int(_MOST_PINNED * spec.capacity_blocks)
         )
         self.quota = Quota(spec.capacity_blocks, spec.tenant_share, spec.tenant_shares)
-        self.speed = LoadSpeed(spec.load_cost)
+        self.speed = LoadSpeed()
         self.counts = TierCounts()
 
     def resize(self, capacity: int) -> None:
         """Set the capacity, which is known once the tier is open."""
         self.capacity = max(capacity, self.used)
-        self.retention.resize(int(_MOST_PINNED * self.capacity))
-        self.quota.resize(self.capacity)
+        self.retention.most_pinned = int(_MOST_PINNED * self.capacity)
+        self.quota.capacity = self.capacity
 
     @property
     def used(self) -> int:
@@ -163,7 +161,8 @@ class Quota:
     def __init__(
         self, capacity_blocks: int, share: float | None, shares: Mapping[str, float]
     ) -> None:
-        self._capacity = capacity_blocks
+        self.capacity = capacity_blocks
+        """To which the shares apply, in blocks."""
         self._share = share
         self._shares = dict(shares)
         self.enabled = share is not None or bool(shares)
@@ -171,15 +170,11 @@ class Quota:
         self._orders: dict[str, OrderedDict[BlockKey, None]] = {}
         self._tenants: dict[BlockKey, str] = {}
 
-    def resize(self, capacity_blocks: int) -> None:
-        """Set the capacity to which the shares apply."""
-        self._capacity = capacity_blocks
-
     def limit(self, tenant: str | None) -> int | None:
         """In blocks; None: no limit."""
         tenant = _owner(tenant)
         share = self._shares.get(tenant, self._share) if tenant is not None else None
-        return None if share is None else int(share * self._capacity)
+        return None if share is None else int(share * self.capacity)
 
     def is_full(self, tenant: str | None) -> bool:
         tenant = _owner(tenant)
@@ -253,11 +248,8 @@ class Retention:
         self._policies = {0: make_policy()}
         self._retained: dict[BlockKey, _Retained] = {}
         self._expiries: list[tuple[float, BlockKey]] = []
-        self._most_pinned = most_pinned
-
-    def resize(self, most_pinned: int) -> None:
-        """Set the limit for new pins; pinned blocks stay pinned."""
-        self._most_pinned = most_pinned
+        self.most_pinned = most_pinned
+        """The limit for new pins; pinned blocks stay pinned."""
 
     def added(
         self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
@@ -332,7 +324,7 @@ class Retention:
     def _retain(
         self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
-        pinned = facts.pinned and self.pinned < self._most_pinned
+        pinned = facts.pinned and self.pinned < self.most_pinned
         self.pins_refused += facts.pinned and not pinned
         expires_s = None if facts.ttl_s is None else now_s + facts.ttl_s
         self._retained[key] = _Retained(facts, pinned, expires_s)
@@ -385,31 +377,25 @@ class LoadSpeed:
     Least squares over (blocks, seconds) with exponential forgetting; neither part is negative.
     """
 
-    def __init__(self, guess: LoadCost | None = None) -> None:
-        self.cost = guess
+    def __init__(self) -> None:
+        self.cost: LoadCost | None = None
         """None before the first measurement."""
         self.measured_s: float | None = None
         """When a load was last measured."""
         self._weight = self._n = self._t = self._nn = self._nt = 0.0
-        if guess is not None:
-            for blocks in (1, 64):
-                self._add(blocks, guess.of(blocks))
 
     def measured(self, blocks: int, seconds: float, now_s: float) -> None:
         """``blocks`` were loaded together in ``seconds``."""
         if blocks < 1 or seconds < 0:
             return
-        self._add(blocks, seconds)
-        self.cost = self._fitted()
-        self.measured_s = now_s
-
-    def _add(self, blocks: int, seconds: float) -> None:
         keep = _FORGETTING
         self._weight = self._weight * keep + 1
         self._n = self._n * keep + blocks
         self._t = self._t * keep + seconds
         self._nn = self._nn * keep + blocks * blocks
         self._nt = self._nt * keep + blocks * seconds
+        self.cost = self._fitted()
+        self.measured_s = now_s
 
     def _fitted(self) -> LoadCost:
         spread = self._weight * self._nn - self._n * self._n

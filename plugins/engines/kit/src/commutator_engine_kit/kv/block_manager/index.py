@@ -24,7 +24,7 @@ from commutator_engine_kit.kv.block_manager.actions import (
 )
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, count
 
-__all__ = ["BlockIndex", "Fates", "Node"]
+__all__ = ["BlockIndex", "Fates", "Node", "UseCounts"]
 
 
 @define(slots=True)
@@ -55,6 +55,22 @@ class Fates:
 
     def of(self, key: BlockKey) -> str | None:
         return self._fates.get(key)
+
+
+class UseCounts:
+    """The number of uses of each of the ``remembered_blocks`` blocks seen last."""
+
+    def __init__(self, remembered_blocks: int) -> None:
+        self._most = remembered_blocks
+        self._counts: OrderedDict[BlockKey, int] = OrderedDict()
+
+    def used(self, key: BlockKey) -> None:
+        self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > self._most:
+            self._counts.popitem(last=False)
+
+    def __getitem__(self, key: BlockKey) -> int:
+        return self._counts.get(key, 0)
 
 
 def _offer_of(block: StoredBlock) -> BlockDescriptor:

@@ -9,7 +9,6 @@ order. No I/O, no threads, no clock: ``now_s`` is an argument, and must not run 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from commutator.contract.block import BlockDescriptor, BlockKey
@@ -21,10 +20,9 @@ from commutator.contract.worker import (
     TierState,
 )
 from commutator_engine_kit.kv.block_manager.actions import DEVICE, Action, FreeBlocks, LoadResult
-from commutator_engine_kit.kv.block_manager.admission import UseCounts, count_uses
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, TierSpec
 from commutator_engine_kit.kv.block_manager.explain import explain
-from commutator_engine_kit.kv.block_manager.index import BlockIndex
+from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 from commutator_engine_kit.kv.block_manager.onboard import (
     OnboardPlan,
@@ -33,7 +31,7 @@ from commutator_engine_kit.kv.block_manager.onboard import (
     prefetch,
 )
 
-__all__ = ["BlockManager", "check_integrity"]
+__all__ = ["BlockManager"]
 
 
 class BlockManager:
@@ -56,7 +54,7 @@ class BlockManager:
         self.tiers = tuple(tiers)
         self._pools = [TierBlockPool(number, spec) for number, spec in enumerate(tiers)]
         self._index = BlockIndex(self._pools, remembered)
-        counts = count_uses(spec.admission for spec in tiers)
+        counts = any(spec.admission.min_hits > 1 for spec in tiers)
         self._uses = UseCounts(remembered) if counts else None
         self._stores = OffloadScheduler(self._index, self._uses, most_waiting)
         self._loads = OnboardScheduler(self._index, self._uses, probe_interval_s)
@@ -273,10 +271,6 @@ class BlockManager:
             stores_running=len(stores.moves),
         )
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the state is inconsistent. Linear in the number of blocks."""
-        check_integrity(self._index, self._stores, self._loads)
-
     def _counted(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Count uses, except of blocks counted when they were loaded; return those."""
         loaded = self._index.take_loaded(keys)
@@ -312,73 +306,3 @@ def _state(pool: TierBlockPool) -> TierState:
         latency_s=cost.latency_s if cost is not None else None,
         block_s=cost.block_s if cost is not None else None,
     )
-
-
-def check_integrity(index: BlockIndex, stores: OffloadScheduler, loads: OnboardScheduler) -> None:
-    """Raise AssertionError when the state is inconsistent. Linear in the number of blocks."""
-    for key, node in index.nodes.items():
-        assert node.offer.key == key, "a node has another key"
-        assert node.published | node.staged | node.evicting, "a node is in no tier"
-        overlap = node.published & node.staged | node.staged & node.evicting
-        assert not overlap | node.published & node.evicting, "a block is in two states in one tier"
-    for pool in index.pools:
-        _check_tier(pool, index, stores, loads)
-    reads = Counter(
-        offer.key
-        for move in stores.moves.values()
-        if move.source == DEVICE
-        for offer in move.offers
-    )
-    for pool in index.pools:
-        reads.update(key for key, waiting in pool.waiting.items() if waiting.source == DEVICE)
-    assert stores.holds.reads() == reads, "a device block is held for no store"
-
-
-def _check_tier(
-    pool: TierBlockPool, index: BlockIndex, stores: OffloadScheduler, loads: OnboardScheduler
-) -> None:
-    name = pool.spec.name
-    nodes = index.nodes.values()
-    published = sum(bool(node.published & pool.bit) for node in nodes)
-    staged = {node.offer.key for node in nodes if node.staged & pool.bit}
-    evicting = {node.offer.key for node in nodes if node.evicting & pool.bit}
-    assert published == pool.published, f"{name}: published blocks are miscounted"
-    assert len(staged) == pool.staged, f"{name}: staged blocks are miscounted"
-    assert evicting == pool.leaving.keys(), f"{name}: leaving blocks are miscounted"
-    assert pool.used <= pool.capacity, f"{name}: more blocks than there is room for"
-    moving = {
-        offer.key
-        for move in stores.moves.values()
-        if move.target == pool.number
-        for offer in move.offers
-    }
-    assert staged == moving, f"{name}: a block is staged without a move"
-    assert pool.cancelled <= staged, f"{name}: a cancelled block is not staged"
-    assert pool.staged_offers.keys() == staged, f"{name}: the offers do not match the staged blocks"
-    for key in pool.waiting:
-        assert key not in staged, f"{name}: a waiting block is being stored"
-    assert pool.up or not pool.waiting, f"{name}: a block waits for a tier that is down"
-    down = _read_by_moves(pool, index, stores)
-    assert pool.moving_down <= set(down), f"{name}: a block moves down without a move"
-    assert pool.prefetched <= {
-        key for key, node in index.nodes.items() if node.published & pool.bit
-    }, f"{name}: a prefetched block is not published"
-    pins = Counter(down)
-    for load in loads.running.values():
-        pins.update(key for key, tier in load.blocks if tier == pool.number)
-    assert dict(pins) == pool.pins, f"{name}: pins do not match loads and moves"
-    assert evicting <= set(pool.pins), f"{name}: a removed block without readers is not freed"
-
-
-def _read_by_moves(
-    pool: TierBlockPool, index: BlockIndex, stores: OffloadScheduler
-) -> list[BlockKey]:
-    keys = [
-        offer.key
-        for move in stores.moves.values()
-        if move.source == pool.number
-        for offer in move.offers
-    ]
-    for lower in index.pools:
-        keys += [key for key, wait in lower.waiting.items() if wait.source == pool.number]
-    return keys

@@ -9,7 +9,7 @@ from itertools import groupby, islice
 from attrs import frozen
 
 from commutator.contract.block import BlockDescriptor, BlockKey, supersedes
-from commutator.contract.tier import StoredBlock
+from commutator.contract.tier import AdmissionConfig, StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import (
     DEVICE,
     Action,
@@ -18,14 +18,13 @@ from commutator_engine_kit.kv.block_manager.actions import (
     ReleaseSource,
     StoreBlocks,
 )
-from commutator_engine_kit.kv.block_manager.admission import UseCounts
 from commutator_engine_kit.kv.block_manager.block_pool import (
     EdgeCounts,
     TierBlockPool,
     Waiting,
     count,
 )
-from commutator_engine_kit.kv.block_manager.index import BlockIndex
+from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 
 __all__ = ["Move", "OffloadScheduler"]
 
@@ -257,11 +256,8 @@ class OffloadScheduler:
             return reason
         if len(pool.waiting) >= self._most_waiting:
             return "too many waiting"
-        if not pool.spec.admission:
-            return None
         uses = self._uses[offer.key] if self._uses is not None else 0
-        refusals = (rule.refusal(offer, uses) for rule in pool.spec.admission)
-        return next((reason for reason in refusals if reason is not None), None)
+        return _not_admitted(pool.spec.admission, offer, uses)
 
     def _make_room(
         self,
@@ -340,6 +336,15 @@ def _urgency(source: int, target: TierBlockPool) -> JobUrgency:
     return JobUrgency.MAKE_ROOM if urgent else JobUrgency.OFFLOAD
 
 
+def _not_admitted(rules: AdmissionConfig, offer: BlockDescriptor, uses: int) -> str | None:
+    """Why the rules refuse the block, or None. A few words without numbers: it names a counter."""
+    if rules.prompt_only and not offer.facts.is_prompt:
+        return "not part of a prompt"
+    if rules.max_blocks is not None and offer.facts.depth >= rules.max_blocks:
+        return "too deep in its chain"
+    return "too few hits" if rules.min_hits > 1 and uses < rules.min_hits else None
+
+
 def _by_importance(waiting: Waiting) -> int:
     return -waiting.offer.facts.priority
 
@@ -375,10 +380,6 @@ class _Holds:
         for key in keys:
             if key in self._offers and key not in self._stores:
                 self._released += [key] * self._offers.pop(key)
-
-    def reads(self) -> dict[BlockKey, int]:
-        """How many stores read, or will read, each block."""
-        return dict(self._stores)
 
     def take_released(self) -> tuple[BlockKey, ...]:
         released, self._released = tuple(self._released), []

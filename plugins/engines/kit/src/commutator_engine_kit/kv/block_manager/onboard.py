@@ -9,9 +9,8 @@ from attrs import define, frozen
 
 from commutator.contract.block import BlockKey
 from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult
-from commutator_engine_kit.kv.block_manager.admission import UseCounts
 from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierBlockPool, count
-from commutator_engine_kit.kv.block_manager.index import BlockIndex
+from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 
 __all__ = [

@@ -27,7 +27,7 @@ from commutator_engine_kit.kv.tiers.block_io import (
     Unstored,
 )
 from commutator_engine_kit.kv.tiers.codecs import identity_with, seals_of
-from commutator_engine_kit.kv.tiers.guards import Bandwidth, BreakerState, OpenedTier, RetryBudget
+from commutator_engine_kit.kv.tiers.guards import Bandwidth, BreakerState, IoGuards, OpenedTier
 from commutator_engine_kit.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND, IoContext, TierMover
 from commutator_engine_kit.kv.tiers.setup import TierSetup, build_io
 from commutator_engine_kit.nixl.agent import TransferAgent
@@ -85,9 +85,12 @@ class TierExecutor:
         self._scratch = scratch
         self.agent_name = agent_name
         self._on_open = on_open
-        self._budget = RetryBudget()
         rate = setup.config.max_bytes_per_s
-        self._bandwidth = None if rate is None else Bandwidth(rate)
+        self._guards = IoGuards(
+            breaker=setup.breaker,
+            max_attempts=setup.config.max_attempts,
+            bandwidth=None if rate is None else Bandwidth(rate),
+        )
         self._agents: list[TransferAgent] = []
         self._engine: tuple[BlockIo, TierMover] | None = None
         self._memory: tuple[BlockIo, TierMover] | None = None
@@ -154,8 +157,7 @@ class TierExecutor:
             self._agents.append(copying)
             copying.register(local, LOCAL_BACKEND)
         self._engine, self._memory = (
-            build_io(setup, lanes, copying, arena, self._staging, self._budget, self._bandwidth)
-            for arena in arenas
+            build_io(setup, lanes, copying, arena, self._staging, self._guards) for arena in arenas
         )
 
     def store(

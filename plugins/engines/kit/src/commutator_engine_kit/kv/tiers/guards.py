@@ -1,6 +1,6 @@
 """Guards around a tier's I/O (circuit breaker, bandwidth limit, retries) and its exceptions.
 
-``GuardedTier`` and ``CatchAllIo`` catch every exception that a plugin's tier raises: it fails
+``GuardedTier`` and ``GuardedIo`` catch every exception that a plugin's tier raises: it fails
 neither a request nor the tier's thread.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import TypeVar
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import (
@@ -33,15 +32,13 @@ from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = [
     "Bandwidth",
-    "BandwidthLimit",
     "Breaker",
-    "BreakerIo",
     "BreakerState",
-    "CatchAllIo",
+    "GuardedIo",
     "GuardedTier",
+    "IoGuards",
     "OpenedTier",
     "RetryBudget",
-    "RetryIo",
 ]
 
 log = logging.getLogger(__name__)
@@ -101,56 +98,6 @@ class Breaker:
         self._trying = False
 
 
-class BreakerIo(BlockIo):
-    """Counts a job as failed when none of its blocks was moved."""
-
-    def __init__(
-        self,
-        inner: BlockIo,
-        breaker: Breaker,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._inner = inner
-        self._breaker = breaker
-        self._clock = clock
-
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        if not self._breaker.allows(self._clock()):
-            return [Unstored("the tier is paused after failures") for _ in blocks]
-        with self._failing_on_exceptions():
-            results = self._inner.store(blocks, context)
-        failures = [isinstance(result, Unstored) for result in results]
-        self._judge(failures, context)
-        return results
-
-    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
-        if not self._breaker.allows(self._clock()):
-            return [LoadResult.FAILED for _ in blocks]
-        with self._failing_on_exceptions():
-            results = self._inner.load(blocks, context)
-        self._judge([result is LoadResult.FAILED for result in results], context)
-        return results
-
-    @contextmanager
-    def _failing_on_exceptions(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._breaker.failed(self._clock())
-            raise
-
-    def _judge(self, failures: Sequence[bool], context: IoContext) -> None:
-        if not all(failures):
-            self._breaker.succeeded()
-        elif context.cancelled() or not failures:
-            self._breaker.given_up()
-        else:
-            self._breaker.failed(self._clock())
-
-
 @define
 class Bandwidth:
     """One tier's limit of bytes per second. Pure: the time is passed in."""
@@ -166,52 +113,6 @@ class Bandwidth:
     def taken(self, size_bytes: int, now_s: float) -> None:
         """Count ``size_bytes``, requested at ``now_s`` and moved next."""
         self._free_s = max(self._free_s, now_s) + size_bytes / self.bytes_per_s
-
-
-class BandwidthLimit(BlockIo):
-    """Delays a job until earlier ones are within the limit; several instances may share a limit.
-
-    A job that cannot begin before its deadline fails at once.
-    """
-
-    def __init__(
-        self,
-        inner: BlockIo,
-        bandwidth: Bandwidth,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._inner = inner
-        self._bandwidth = bandwidth
-        self._clock = clock
-        self._sleep = sleep
-
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        if not self._wait(sum(block.local.size_bytes for block in blocks), context):
-            return [Unstored("the tier's bandwidth limit leaves no time") for _ in blocks]
-        return self._inner.store(blocks, context)
-
-    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
-        if not self._wait(sum(block.stored.size_bytes for block in blocks), context):
-            return [LoadResult.FAILED for _ in blocks]
-        return self._inner.load(blocks, context)
-
-    def _wait(self, size_bytes: int, context: IoContext) -> bool:
-        now_s = self._clock()
-        pause_s = self._bandwidth.pause_s(now_s)
-        if pause_s > context.remaining_s or context.over:
-            return False
-        if pause_s:
-            self._sleep(pause_s)
-        self._bandwidth.taken(size_bytes, now_s)
-        return True
-
-
-BlockT = TypeVar("BlockT")
-ResultT = TypeVar("ResultT")
 
 
 @define
@@ -235,59 +136,16 @@ class RetryBudget:
         return granted
 
 
-class RetryIo(BlockIo):
-    """Retries failed blocks, but not missing or corrupt ones."""
+@define(kw_only=True)
+class IoGuards:
+    """What guards the I/O of one tier. All of it shares them."""
 
-    def __init__(
-        self,
-        inner: BlockIo,
-        *,
-        max_attempts: int,
-        backoff_s: float = 0.02,
-        budget: RetryBudget | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._inner = inner
-        self._max_attempts = max_attempts
-        self._backoff_s = backoff_s
-        self._budget = budget or RetryBudget()
-        self._sleep = sleep
-
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        return self._with_retries(
-            self._inner.store,
-            blocks,
-            context,
-            lambda result: isinstance(result, Unstored),
-        )
-
-    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
-        return self._with_retries(
-            self._inner.load, blocks, context, lambda result: result is LoadResult.FAILED
-        )
-
-    def _with_retries(
-        self,
-        attempt: Callable[[Sequence[BlockT], IoContext], list[ResultT]],
-        blocks: Sequence[BlockT],
-        context: IoContext,
-        failed: Callable[[ResultT], bool],
-    ) -> list[ResultT]:
-        results = attempt(blocks, context)
-        for number in range(1, self._max_attempts):
-            again = [index for index, result in enumerate(results) if failed(result)]
-            self._budget.earned(len(results) - len(again))
-            again = again[: self._budget.take(len(again))]
-            pause_s = self._backoff_s * 2 ** (number - 1)
-            if not again or context.over or context.remaining_s < pause_s:
-                break
-            self._sleep(pause_s)
-            retried = attempt([blocks[index] for index in again], context)
-            for index, result in zip(again, retried, strict=True):
-                results[index] = result
-        return results
+    breaker: Breaker
+    max_attempts: int = 1
+    """How often a block is tried in total."""
+    budget: RetryBudget = field(factory=RetryBudget)
+    bandwidth: Bandwidth | None = None
+    """None: no limit."""
 
 
 class log_and_suppress:  # noqa: N801 - used like a function
@@ -317,30 +175,118 @@ class log_and_suppress:  # noqa: N801 - used like a function
         return True
 
 
-class CatchAllIo(BlockIo):
-    """Returns a result for each block also when the tier or a transfer raises an exception."""
+BlockT = TypeVar("BlockT")
+ResultT = TypeVar("ResultT")
 
-    def __init__(self, inner: BlockIo, tier: str) -> None:
+_BACKOFF_S = 0.02
+"""Pause before the first retry; each further one is twice as long."""
+
+
+class GuardedIo(BlockIo):
+    """Waits for the bandwidth limit, asks the breaker, and retries what failed.
+
+    Returns a result for each block also when the tier or a transfer raises an exception. A job that
+    cannot begin before its deadline fails at once. For the breaker, a job failed when none of its
+    blocks was moved. Failed blocks are retried, but not missing or corrupt ones.
+    """
+
+    def __init__(
+        self,
+        inner: BlockIo,
+        tier: str,
+        guards: IoGuards,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._inner = inner
         self._tier = tier
+        self._guards = guards
+        self._clock = clock
+        self._sleep = sleep
 
     def store(
         self, blocks: Sequence[StoreBlock], context: IoContext
     ) -> list[StoredBlock | Unstored]:
-        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not stored"):
-            return _complete(self._inner.store(blocks, context), len(blocks))
-        return [Unstored("write failed")] * len(blocks)
+        size_bytes = sum(block.local.size_bytes for block in blocks)
+        return self._guarded(self._inner.store, blocks, context, size_bytes, Unstored, "stored")
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
-        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not loaded"):
-            return _complete(self._inner.load(blocks, context), len(blocks))
-        return [LoadResult.FAILED] * len(blocks)
+        size_bytes = sum(block.stored.size_bytes for block in blocks)
+        return self._guarded(self._inner.load, blocks, context, size_bytes, _not_loaded, "loaded")
+
+    def _guarded(
+        self,
+        attempt: Callable[[Sequence[BlockT], IoContext], list[ResultT]],
+        blocks: Sequence[BlockT],
+        context: IoContext,
+        size_bytes: int,
+        failure: Callable[[str], ResultT],
+        what: str,
+    ) -> list[ResultT]:
+        breaker = self._guards.breaker
+        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not {what}"):
+            if not self._wait(size_bytes, context):
+                return [failure("the tier's bandwidth limit leaves no time")] * len(blocks)
+            if not breaker.allows(self._clock()):
+                return [failure("the tier is paused after failures")] * len(blocks)
+            try:
+                results = self._with_retries(attempt, blocks, context)
+            except BaseException:
+                breaker.failed(self._clock())
+                raise
+            if not all(map(_failed, results)):
+                breaker.succeeded()
+            elif context.cancelled() or not results:
+                breaker.given_up()
+            else:
+                breaker.failed(self._clock())
+            return results
+        return [failure("the tier raised an exception")] * len(blocks)
+
+    def _wait(self, size_bytes: int, context: IoContext) -> bool:
+        """Wait until earlier jobs are within the limit. False when there is no time for that."""
+        if (bandwidth := self._guards.bandwidth) is None:
+            return True
+        now_s = self._clock()
+        pause_s = bandwidth.pause_s(now_s)
+        if pause_s > context.remaining_s or context.over:
+            return False
+        if pause_s:
+            self._sleep(pause_s)
+        bandwidth.taken(size_bytes, now_s)
+        return True
+
+    def _with_retries(
+        self,
+        attempt: Callable[[Sequence[BlockT], IoContext], list[ResultT]],
+        blocks: Sequence[BlockT],
+        context: IoContext,
+    ) -> list[ResultT]:
+        budget = self._guards.budget
+        results = attempt(blocks, context)
+        if len(results) != len(blocks):
+            raise ValueError(f"{len(results)} results for {len(blocks)} blocks")
+        for number in range(self._guards.max_attempts - 1):
+            again = [index for index, result in enumerate(results) if _failed(result)]
+            budget.earned(len(results) - len(again))
+            again = again[: budget.take(len(again))]
+            pause_s = _BACKOFF_S * 2**number
+            if not again or context.over or context.remaining_s < pause_s:
+                break
+            self._sleep(pause_s)
+            retried = attempt([blocks[index] for index in again], context)
+            for index, result in zip(again, retried, strict=True):
+                results[index] = result
+        return results
 
 
-def _complete(results: list[ResultT], blocks: int) -> list[ResultT]:
-    if len(results) != blocks:
-        raise ValueError(f"{len(results)} results for {blocks} blocks")
-    return results
+def _failed(result: object) -> bool:
+    return result is LoadResult.FAILED or isinstance(result, Unstored)
+
+
+def _not_loaded(_: str) -> LoadResult:
+    return LoadResult.FAILED
 
 
 @frozen
@@ -356,7 +302,7 @@ class OpenedTier:
 class GuardedTier:
     """Calls a plugin's tier, and logs the exceptions that it raises.
 
-    An exception costs only the blocks of that call. ``CatchAllIo`` does the same for transfers;
+    An exception costs only the blocks of that call. ``GuardedIo`` does the same for transfers;
     there is no other place that catches a tier's exceptions.
     """
 

@@ -27,19 +27,14 @@ from commutator.errors import ConfigError, TierError
 from commutator.plugins import PluginHost, installed_plugins
 from commutator.schema.structure import StructureError, structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena
-from commutator_engine_kit.kv.block_manager.admission import admission_rules
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_engine_kit.kv.tiers.block_io import BlockIo, DirectIo, StagedIo, Staging
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, Gmac, Lz4, Zstd
 from commutator_engine_kit.kv.tiers.guards import (
-    Bandwidth,
-    BandwidthLimit,
     Breaker,
-    BreakerIo,
-    CatchAllIo,
+    GuardedIo,
     GuardedTier,
-    RetryBudget,
-    RetryIo,
+    IoGuards,
 )
 from commutator_engine_kit.kv.tiers.mover import LocalMover, TierMover
 from commutator_engine_kit.nixl.agent import TransferAgent
@@ -101,7 +96,7 @@ class TierSetup:
             capacity_blocks=self.capacity,
             shared=self.tier.shared,
             eviction=self.eviction,
-            admission=admission_rules(self.config.admission),
+            admission=self.config.admission,
             write=self.write,
             prefetch=self.config.prefetch,
             tenant_share=self.config.tenant_share,
@@ -133,15 +128,11 @@ def build_io(
     local: TransferAgent,
     arena: Arena,
     staging: Staging,
-    budget: RetryBudget,
-    bandwidth: Bandwidth | None,
+    guards: IoGuards,
 ) -> tuple[BlockIo, TierMover]:
     """The tier's I/O for blocks of ``arena``, with all its guards.
 
     ``agents`` share the transfers; ``local`` copies between the arena and staging memory.
-
-    From the inside out: transfers, retries, breaker, bandwidth limit, catching of exceptions. All
-    I/O of one tier shares ``budget`` and ``bandwidth``.
     """
     io: BlockIo
     if setup.is_direct(arena):
@@ -152,11 +143,7 @@ def build_io(
         io = StagedIo(
             mover, LocalMover(local, arena), staging, framed=setup.framed, codecs=setup.codecs
         )
-    io = RetryIo(setup.wrap_io(io), max_attempts=setup.config.max_attempts, budget=budget)
-    io = BreakerIo(io, setup.breaker)
-    if bandwidth is not None:
-        io = BandwidthLimit(io, bandwidth)
-    return CatchAllIo(io, setup.name), mover
+    return GuardedIo(setup.wrap_io(io), setup.name, guards), mover
 
 
 TierEntries = str | Path | Sequence[Mapping[str, Any]] | Sequence[TierSetup]
