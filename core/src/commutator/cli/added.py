@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Collection, Iterator
+from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING
 
 import click
@@ -76,6 +76,13 @@ class AddedCommands:
                 (one for one in self.problems if one.distribution == package), self.problems[0]
             )
         return None
+
+
+def entry_points(group: str) -> Iterator[EntryPoint]:
+    """Those of the group. Files that do not name it are not parsed, so the help comes sooner."""
+    for distribution in distributions():
+        if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
+            yield from distribution.entry_points.select(group=group)
 
 
 def _with_commands_of(point: EntryPoint, found: dict[str, Command]) -> dict[str, Command]:

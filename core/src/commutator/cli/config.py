@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
-from commutator.cli.options import files_argument, no_plugin_option, override_options
+from commutator.cli.options import Sources, configuration_options, no_plugin_option
 
 __all__ = ["config"]
 
@@ -18,26 +17,22 @@ def config() -> None:
 
 
 @config.command(epilog="Example: commutator config check base.yaml production.yaml")
-@files_argument
-@override_options
+@configuration_options
 @click.option(
     "--elsewhere",
     is_flag=True,
     help="FILE is for another machine: check only what holds on every one.",
 )
-def check(
-    files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...], elsewhere: bool
-) -> None:
+def check(sources: Sources, elsewhere: bool) -> None:
     """Report every mistake in FILE, or "ok".
 
     Several files are merged in order, as `serve` does. What `serve` would need of this machine is
     checked too: models, devices, memory, folders, secrets, the environments of engines.
     """
     from commutator.cli.likely_mistakes import warnings_of
-    from commutator.config.load import load_config
     from commutator.supervisor.preflight import check_files, check_machine, machine_warnings
 
-    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    loaded = sources.load()
     warnings = list(warnings_of(loaded.config, loaded.host))
     if elsewhere:
         check_files(loaded.config)
@@ -46,20 +41,18 @@ def check(
         warnings += machine_warnings(loaded.config, loaded.host)
     for warning in warnings:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-    click.echo(f"{', '.join(map(str, files))}: ok")
+    click.echo(f"{', '.join(map(str, sources.files))}: ok")
 
 
 @config.command(
     epilog="Example: commutator config show examples/quickstart.yaml --set frontend.port=9000"
 )
-@files_argument
-@override_options
-def show(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+@configuration_options
+def show(sources: Sources) -> None:
     """Print the effective values and the origin of each."""
-    from commutator.config.load import load_config
     from commutator.config.show import show_config
 
-    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    loaded = sources.load()
     click.echo(show_config(loaded.config, loaded.tree), nl=False)
 
 

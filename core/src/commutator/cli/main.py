@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,11 +24,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
     "cluster": (
-        "commutator.cli.cluster.workers:cluster",
+        "commutator.cli.cluster:cluster",
         "List and drain workers of all hosts.",
     ),
     "down": (
-        "commutator.cli.cluster.down:down",
+        "commutator.cli.down:down",
         "Stop the workers that a launcher such as ray has placed.",
     ),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
@@ -137,6 +136,8 @@ def _added() -> AddedCommands:
 )
 def main() -> None:
     """Serve LLMs from many workers behind one OpenAI-compatible server."""
+    import logging  # the help needs none
+
     # Until a command configures logging, its output reports all problems.
     logging.getLogger("commutator").addHandler(logging.NullHandler())
 

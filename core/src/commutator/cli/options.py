@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from commutator.config.load import Loaded
 
 __all__ = [
     "DEFAULT_FILE",
     "NumberRange",
-    "files_argument",
+    "Sources",
+    "configuration_options",
     "no_plugin_option",
-    "override_options",
     "set_option",
 ]
-
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 class NumberRange(click.FloatRange):
@@ -46,7 +49,7 @@ def _files(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) 
     return (default,)
 
 
-files_argument = click.argument(
+_files_argument = click.argument(
     "files",
     metavar="[FILE]...",
     nargs=-1,
@@ -71,6 +74,33 @@ set_option = click.option(
 )
 
 
-def override_options(command: CommandT) -> CommandT:
-    """``--set`` and ``--no-plugin``."""
-    return set_option(no_plugin_option(command))
+@frozen
+class Sources:
+    """Where the configuration of a command comes from."""
+
+    files: tuple[Path, ...]
+    """Later ones override earlier ones."""
+    sets: tuple[str, ...]
+    no_plugins: tuple[str, ...]
+
+    def load(self, **more: Any) -> Loaded:
+        """As ``load_config``, which takes ``more``."""
+        from commutator.config.load import load_config
+
+        return load_config(self.files, sets=self.sets, no_plugins=self.no_plugins, **more)
+
+
+def configuration_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument FILE..., ``--set`` and ``--no-plugin``; the command gets ``sources``."""
+
+    @wraps(command)
+    def with_sources(
+        *args: Any,
+        files: tuple[Path, ...],
+        sets: tuple[str, ...],
+        no_plugins: tuple[str, ...],
+        **more: Any,
+    ) -> None:
+        command(*args, sources=Sources(files, sets, no_plugins), **more)
+
+    return _files_argument(set_option(no_plugin_option(with_sources)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commutator.cli.options import files_argument, override_options
+from commutator.cli.options import Sources, configuration_options
 
 if TYPE_CHECKING:
     from commutator.config.load import Loaded
@@ -44,17 +44,10 @@ url_file_option = click.option(
 @click.command(
     epilog="Example: commutator serve examples/quickstart.yaml --set 'engines[0].replicas=1'"
 )
-@files_argument
-@override_options
+@configuration_options
 @port_option
 @url_file_option
-def serve(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-    port: int | None,
-    url_file: Path | None,
-) -> None:
+def serve(sources: Sources, port: int | None, url_file: Path | None) -> None:
     """Run the deployment that FILE describes; later files override earlier ones.
 
     Without FILE, the one that commutator.yaml describes.
@@ -63,32 +56,20 @@ def serve(
     lets running requests finish; a second Ctrl-C stops at once. With the section `cluster`, this is
     one host of several.
     """
-    from commutator.config.load import load_config
-
-    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
-    sys.exit(run_deployment(loaded, url_file))
+    sys.exit(run_deployment(sources.load(port=port), url_file))
 
 
 @click.command(epilog="Example: commutator frontend cluster.yaml --port 8000")
-@files_argument
-@override_options
+@configuration_options
 @port_option
 @url_file_option
-def frontend(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-    port: int | None,
-    url_file: Path | None,
-) -> None:
+def frontend(sources: Sources, port: int | None, url_file: Path | None) -> None:
     """Run only the front doors that FILE describes, for workers of other hosts.
 
     They find the workers in the registry, which has to be one that hosts share. Engines that speak
     Commutator's token API need no plugin here.
     """
-    from commutator.config.load import load_config
-
-    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins, only_routes=True)
+    loaded = sources.load(port=port, only_routes=True)
     must_be_shared(loaded.config, "front doors would find no worker")
     sys.exit(run_deployment(loaded, url_file, engine=""))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options, start_text
-from commutator.cli.options import NumberRange, files_argument, override_options
+from commutator.cli.options import NumberRange, Sources, configuration_options
 from commutator.cli.serve import must_be_shared, run_deployment
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
@@ -48,26 +47,17 @@ def worker() -> None:
 
 
 @worker.command(epilog="Example: commutator worker cluster.yaml --engine reference --replicas 2")
-@files_argument
-@override_options
+@configuration_options
 @click.option("--engine", "name", required=True, metavar="NAME", help="The `engines` entry.")
 @click.option("--replicas", type=click.IntRange(1, 10_000), help="How many; by default as in FILE.")
-def run(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-    name: str,
-    replicas: int | None,
-) -> None:
+def run(sources: Sources, name: str, replicas: int | None) -> None:
     """Run workers of one engine that FILE describes, and no front door.
 
     Front doors of other hosts find them in the registry, which has to be one that hosts share.
     """
     from attrs import evolve
 
-    from commutator.config.load import load_config
-
-    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    loaded = sources.load()
     config = loaded.config
     must_be_shared(config, "no front door would find these workers")
     if name not in (known := [str(engine.name) for engine in config.engines]):

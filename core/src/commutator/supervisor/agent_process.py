@@ -24,7 +24,6 @@ from typing import Any
 from attrs import evolve, frozen
 
 from commutator.config.load import Loaded, load_config
-from commutator.config.model import Config
 from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.engine import LaunchContext, NodeGroup
 from commutator.contract.launcher import LauncherContext
@@ -51,11 +50,12 @@ from commutator.supervisor.hosts import (
     kv_host,
     network_of,
     registry_client,
+    run_secret,
     those_set,
 )
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
-from commutator.trust import Network, RunSecret, adopt, use_network
+from commutator.trust import Network, adopt, use_network
 
 __all__ = ["CONFIG", "ORDER", "CutOff", "Order", "main"]
 
@@ -191,7 +191,7 @@ class _Host:
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
         self._control = control
         self._network = network_of(self._config)
-        self._secret = secret_of(self._config)
+        self._secret = run_secret(self._config)
         self._stop = asyncio.Event()
         self._parent = os.getppid()
         self._cut_off = CutOff(order.cut_off_s, time.monotonic())
@@ -374,13 +374,6 @@ async def _answers(address: str) -> bool:
         return False
     writer.close()
     return True
-
-
-def secret_of(config: Config) -> RunSecret:
-    """The secret that ``runtime.secret`` names on this host. Raises ConfigError."""
-    if config.runtime.secret is not None:
-        return RunSecret.from_text(config.runtime.secret.reveal())
-    raise ConfigError(["runtime.secret: required, the same on each host"], "this host")
 
 
 def _print_line(process: str, stream: str, line: str) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from commutator.config.load import Loaded
@@ -23,14 +24,18 @@ from commutator.trust import (
     SECRET_FILE,
     Network,
     Right,
+    RunSecret,
     TlsError,
     TlsFiles,
+    adopt,
     host_and_port,
     is_loopback,
+    use_network,
 )
 from commutator.trust.wire import certificates_of
 
 __all__ = [
+    "as_member",
     "can_be_hub",
     "child_environment",
     "cluster_warnings",
@@ -38,6 +43,7 @@ __all__ = [
     "kv_host",
     "network_of",
     "registry_client",
+    "run_secret",
     "serves_registry",
     "those_set",
     "transport_variables",
@@ -89,6 +95,21 @@ def _network(cluster: ClusterConfig, host: str) -> Network:
         advertise=cluster.host.reachable_at,
         tls=files,
     )
+
+
+def run_secret(config: Config) -> RunSecret:
+    """The secret of this run. Raises ConfigError or SecretFileError when it cannot be read."""
+    if config.runtime.secret is not None:
+        return RunSecret.from_text(config.runtime.secret.reveal())
+    path = os.environ.get(SECRET_FILE)
+    return RunSecret.load(path) if path else RunSecret.new()
+
+
+@contextmanager
+def as_member(config: Config) -> Iterator[None]:
+    """This process as one of the deployment's, and of its host's network. Raises ConfigError."""
+    with adopt(run_secret(config)), use_network(network_of(config)):
+        yield
 
 
 def host_problems(config: Config) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import tempfile
 import time
@@ -54,6 +53,7 @@ from commutator.supervisor.hosts import (
     child_environment,
     kv_host,
     network_of,
+    run_secret,
     serves_registry,
     those_set,
 )
@@ -63,9 +63,7 @@ from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.planner.setup import make_planner, make_tuning
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.trust import (
-    SECRET_FILE,
     Network,
-    RunSecret,
     adopt,
     host_and_port,
     in_url,
@@ -76,7 +74,6 @@ __all__ = [
     "Supervisor",
     "banner",
     "front_door_address",
-    "run_secret",
     "worker_specs",
     "write_effective",
 ]
@@ -462,14 +459,6 @@ class Supervisor:
         """Everything that is to run now."""
         assert self._fleet is not None
         return [*self._fleet.agents(), *self._frontends]
-
-
-def run_secret(config: Config) -> RunSecret:
-    """The secret of this run. Raises ConfigError or SecretFileError when it cannot be read."""
-    if config.runtime.secret is not None:
-        return RunSecret.from_text(config.runtime.secret.reveal())
-    path = os.environ.get(SECRET_FILE)
-    return RunSecret.load(path) if path else RunSecret.new()
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from commutator.cli.options import files_argument, override_options
+from commutator.cli.options import Sources, configuration_options
 from commutator.cli.serve import must_be_shared
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import CommutatorError
@@ -31,21 +30,12 @@ def cluster() -> None:
     """
 
 
-def _ask(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-    question: Callable[[Registry], Awaitable[Any]],
-) -> Any:
+def _ask(sources: Sources, question: Callable[[Registry], Awaitable[Any]]) -> Any:
     """Put a question to the registry of a configuration. Raises CommutatorError."""
-    from commutator.config.load import load_config
-    from commutator.supervisor.hosts import network_of, registry_client
-    from commutator.supervisor.supervisor import run_secret
-    from commutator.trust import adopt, use_network
+    from commutator.supervisor.hosts import as_member, registry_client
 
-    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
-    config = loaded.config
-    must_be_shared(config, "only its own front doors know it (commutator worker ls)")
+    loaded = sources.load()
+    must_be_shared(loaded.config, "only its own front doors know it (commutator worker ls)")
 
     async def ask() -> Any:
         registry = registry_client(loaded)
@@ -54,7 +44,7 @@ def _ask(
         finally:
             await registry.close()
 
-    with adopt(run_secret(config)), use_network(network_of(config)):
+    with as_member(loaded.config):
         return asyncio.run(ask())
 
 
@@ -76,14 +66,13 @@ async def _workers(registry: Registry) -> list[WorkerRecord]:
     short_help="List workers with their hosts and addresses.",
     epilog="Example: commutator cluster ls cluster.yaml",
 )
-@files_argument
-@override_options
-def ls(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+@configuration_options
+def ls(sources: Sources) -> None:
     """Print one line for each worker: its host, where it listens, and what it was started from.
 
     Workers of an engine with different generations were started from different options.
     """
-    records: list[WorkerRecord] = _ask(files, sets, no_plugins, _workers)
+    records: list[WorkerRecord] = _ask(sources, _workers)
     rows = [("WORKER", "HOST", "ADDRESS", "MODEL", "STATE", "GENERATION", "LABELS")]
     for one in records:
         role = "" if one.role is Role.BOTH else f"{one.role}, "
@@ -100,13 +89,9 @@ def ls(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ..
 
 
 def _change(
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-    worker_id: str,
-    change: Callable[[Registry], Awaitable[bool]],
+    sources: Sources, worker_id: str, change: Callable[[Registry], Awaitable[bool]]
 ) -> None:
-    if not _ask(files, sets, no_plugins, change):
+    if not _ask(sources, change):
         raise CommutatorError(f"no worker {worker_id!r}; see `commutator cluster ls`")
 
 
@@ -115,29 +100,19 @@ worker_argument = click.argument("worker_id", metavar="ID")
 
 @cluster.command(epilog="Example: commutator cluster drain h1-reference-0 cluster.yaml")
 @worker_argument
-@files_argument
-@override_options
-def drain(
-    worker_id: str, files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]
-) -> None:
+@configuration_options
+def drain(worker_id: str, sources: Sources) -> None:
     """Stop sending requests to worker ID, also after a restart. It finishes those it has."""
-    _change(
-        files, sets, no_plugins, worker_id, lambda registry: registry.set_draining(worker_id, True)
-    )
+    _change(sources, worker_id, lambda registry: registry.set_draining(worker_id, True))
     click.echo(f"{worker_id} gets no new requests")
 
 
 @cluster.command(epilog="Example: commutator cluster undrain h1-reference-0 cluster.yaml")
 @worker_argument
-@files_argument
-@override_options
-def undrain(
-    worker_id: str, files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]
-) -> None:
+@configuration_options
+def undrain(worker_id: str, sources: Sources) -> None:
     """Send requests to worker ID again."""
-    _change(
-        files, sets, no_plugins, worker_id, lambda registry: registry.set_draining(worker_id, False)
-    )
+    _change(sources, worker_id, lambda registry: registry.set_draining(worker_id, False))
     click.echo(f"{worker_id} gets requests again")
 
 
@@ -147,21 +122,12 @@ def undrain(
 )
 @worker_argument
 @click.argument("new_role", metavar="ROLE", type=click.Choice([role.value for role in Role]))
-@files_argument
-@override_options
-def role(
-    worker_id: str,
-    new_role: str,
-    files: tuple[Path, ...],
-    sets: tuple[str, ...],
-    no_plugins: tuple[str, ...],
-) -> None:
+@configuration_options
+def role(worker_id: str, new_role: str, sources: Sources) -> None:
     """Make worker ID a prefill worker, a decode worker, or one for both, at once.
 
     `commutator worker role` does so after draining it, if it can reach a front door.
     """
     wanted = Role(new_role)
-    _change(
-        files, sets, no_plugins, worker_id, lambda registry: registry.set_role(worker_id, wanted)
-    )
+    _change(sources, worker_id, lambda registry: registry.set_role(worker_id, wanted))
     click.echo(f"{worker_id} now has the role {new_role}")

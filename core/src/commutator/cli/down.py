@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commutator.cli.options import files_argument, override_options
+from commutator.cli.options import Sources, configuration_options
 
 if TYPE_CHECKING:
     from commutator.config.load import Loaded
@@ -24,23 +24,19 @@ _ANSWER_S = 10.0
 
 
 @click.command(epilog="Example: commutator down cluster.yaml")
-@files_argument
-@override_options
-def down(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+@configuration_options
+def down(sources: Sources) -> None:
     """Stop every worker that the launcher of FILE has placed, on all hosts.
 
     Needed with launchers whose workers outlive `commutator serve`, such as ray. Requests that run
     may finish within `runtime.drain_timeout_s`. Stop `commutator serve` first: it would place the
     workers anew.
     """
-    from commutator.config.load import load_config
     from commutator.errors import ConfigError
-    from commutator.supervisor.hosts import network_of
+    from commutator.supervisor.hosts import as_member
     from commutator.supervisor.placed_fleet import of_agents
-    from commutator.supervisor.supervisor import run_secret
-    from commutator.trust import adopt, use_network
 
-    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    loaded = sources.load()
     config = loaded.config
     options = of_agents(config)
     if options is None:
@@ -49,7 +45,7 @@ def down(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, 
             "`commutator serve`; stop that"
         )
         raise ConfigError([problem], "this command")
-    with adopt(run_secret(config)), use_network(network_of(config)):
+    with as_member(config):
         names = asyncio.run(_down(loaded, options))
     for name in names:
         click.echo(f"{name} is stopped")

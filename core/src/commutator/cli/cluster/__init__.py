@@ -1,1 +1,0 @@
-"""Commands for clusters of several hosts: their certificates, their workers."""
