@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import zmq
 from attrs import evolve
+from tests.support.faults import FaultyIo, IoFaults
 from tests.support.trtllm.kv_executor import KvExecutor
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS
 
 from commutator_engine_kit.kv.tiers.block_io import BlockIo
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_testing.faults import FaultyIo, IoFaults
 from commutator_trtllm.kv_staging import Ranks, Stage, Staged, StageServer
 
 DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off"}

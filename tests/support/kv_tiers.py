@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from attrs import evolve
+from tests.support.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 from tests.support.kv_rig import BLOCK_BYTES
 
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 __all__ = ["DRAM", "ON_EVICT", "faults_of", "faulty", "hanging", "nvme"]
 

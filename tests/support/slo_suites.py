@@ -7,23 +7,19 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.worker import Role
 from commutator_slo.situation import Demand, Forecaster, PlanConstraint, Situation
 from commutator_testing.planners import PERFORMANCE
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
 
 __all__ = ["ConstraintContract", "ForecasterContract", "demands", "situations"]
 
 _FLEETS = ((Role.BOTH,), (Role.PREFILL, Role.DECODE))
-_settings = settings(
-    deadline=None,
-    max_examples=examples(50),
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-)
+_settings = suite_settings(50)
 
 _lengths = st.dictionaries(
     st.integers(0, 100_000).map(length_bucket), st.floats(0.001, 1e4), min_size=1, max_size=5

@@ -15,6 +15,7 @@ import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 from tests.support.kv_integrity import check_connector
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups, wait_for
 
@@ -22,7 +23,6 @@ from commutator_engine_kit.kv.tiers.block_io import BlockIo
 from commutator_engine_kit.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from tests.support.faults import FaultyIo, IoFaults, damage
 from tests.support.trtllm.kv_executor import MOST_ANSWER, KvExecutor, LlmRequest
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS
 
 from commutator_engine_kit.kv.tiers.block_io import BlockIo
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_testing.faults import FaultyIo, IoFaults, damage
 
 _DRAM = {"kind": "dram", "capacity": "100KB", "huge_pages": "off"}
 

@@ -7,9 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from tests.support.fake_vllm import FakeVllm
+from tests.support.faults import damage
 from tests.support.foreign_engine import dram, prompt
-
-from commutator_testing.faults import damage
 
 _LONGEST = 30
 

@@ -6,10 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+from tests.support.faults import TierFaults
 from tests.support.kv_rig import KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, faults_of, faulty, nvme
-
-from commutator_testing.faults import TierFaults
 
 PEER: dict[str, Any] = {"kind": "peer", "ask_timeout_s": 5.0}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from tests.support.faults import damage
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups, wait_for
 from tests.support.kv_tiers import DRAM, ON_EVICT, nvme
 
@@ -18,7 +19,6 @@ from commutator.contract.block import BlockStored
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
 from commutator_engine_kit.kv.tiers.codecs import AesGcm, Lz4, Zstd
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_testing.faults import damage
 
 KINDS: dict[str, Callable[[Path], TierSetup]] = {
     "dram": lambda _: setups(DRAM)[0],

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from tests.support.faults import damage
 from tests.support.foreign_engine import IDENTITY, TIMEOUT_S, ForeignEngine, dram, prompt
 from tests.support.kv_integrity import check_connector
 from tests.support.kv_rig import wait_for
 
 from commutator.contract.block import BlockStored
 from commutator.errors import ConfigError
-from commutator_testing.faults import damage
 
 
 def test_what_was_stored_comes_back_into_other_blocks() -> None:

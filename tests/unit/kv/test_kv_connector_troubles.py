@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.faults import TierFaults
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, ON_EVICT, faults_of, faulty, hanging, nvme
 
@@ -16,7 +17,6 @@ from commutator.contract.tier import StorageTier
 from commutator.errors import TierError
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.nixl.agent import Transfer, TransferAgent
-from commutator_testing.faults import TierFaults
 
 
 def test_a_tier_that_hangs_costs_its_time_out_and_no_other_tiers_blocks(tmp_path: Path) -> None:

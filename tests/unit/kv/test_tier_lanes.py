@@ -7,10 +7,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.support.faults import damage
 from tests.support.kv_rig import KvRig, chain, setups
 
 from commutator_engine_kit.nixl.moves import move_blocks
-from commutator_testing.faults import damage
 
 LARGE = 256 << 10
 BLOCKS = 24

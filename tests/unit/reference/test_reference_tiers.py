@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from tests.support.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
@@ -17,7 +18,6 @@ from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.engine import EngineOptions
-from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4

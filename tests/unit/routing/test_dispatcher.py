@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
+from tests.support.faults import Faults, FaultyClient
 from tests.support.virtual_time import in_virtual_time
 
 from commutator.config.model import Config
@@ -39,7 +40,6 @@ from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, load_plugins
 from commutator.routing.dispatcher import Dispatcher
 from commutator_round_robin import RoundRobin
-from commutator_testing.faults import Faults, FaultyClient
 
 
 def info() -> EngineInfo:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 from attrs import evolve
+from tests.support.faults import damage
 from tests.support.foreign_engine import IDENTITY, ForeignEngine, dram
 from tests.support.kv_integrity import check_connector
 
@@ -13,7 +14,6 @@ from commutator.errors import TierError
 from commutator_engine_kit.kv.connector import OnboardTicket
 from commutator_sglang import hicache_pages
 from commutator_sglang.hicache_pages import TierPages
-from commutator_testing.faults import damage
 
 NAMES = [f"{number:064x}" for number in range(5)]
 

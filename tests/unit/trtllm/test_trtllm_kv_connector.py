@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.faults import damage
 from tests.support.trtllm.kv_executor import KvExecutor
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS, KvPool
 from tests.support.trtllm.kv_runtime import llm_args
 
 from commutator.errors import ConfigError
-from commutator_testing.faults import damage
 from commutator_trtllm.kv_connector import CommutatorKvScheduler, CommutatorKvWorker
 from commutator_trtllm.kv_memory import layout_regions
 from commutator_trtllm.options import check_llm_args, read_options

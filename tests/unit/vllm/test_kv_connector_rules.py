@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm
+from tests.support.faults import damage
 from tests.support.foreign_engine import dram, prompt
 
-from commutator_testing.faults import damage
 from commutator_vllm.connector_metadata import LookupResult, WorkerReport
 from commutator_vllm.kv_scheduler import PrefillClock, TierScheduler
 

@@ -1,12 +1,12 @@
-"""For plugin authors: conformance suites, fault wrappers and a local cluster.
+"""For plugin authors: conformance suites and a local cluster.
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`, `EventBusContract`,
 `ObserverContract`, `OperationsContract`, `CommandContract`, `AuthenticatorContract`,
-`LimiterContract`, `PlannerContract`, `ForecasterContract`, `ConstraintContract`), supply a factory
-or fixture, and run pytest. Suites set their own pytest marks, so they need no configuration. Each
-name is imported at its first use: the suites need pytest, pytest-asyncio and hypothesis, and
-`TierContract` also needs NIXL.
+`LimiterContract`, `PlannerContract`, `ProtocolContract`), supply a factory or fixture, and run
+pytest. Suites set their own pytest marks, so they need no configuration. Each name is imported at
+its first use: the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs
+NIXL.
 """
 
 from __future__ import annotations
@@ -19,44 +19,28 @@ if TYPE_CHECKING:
     from commutator_testing.authenticators import AuthenticatorContract
     from commutator_testing.commands import CommandContract
     from commutator_testing.disagg import DisaggContract
-    from commutator_testing.engines import EngineContract, WorkerPair, collect, make_request
-    from commutator_testing.event_buses import BusFaults, EventBusContract, FaultyBus
+    from commutator_testing.engines import EngineContract, collect, make_request
+    from commutator_testing.event_buses import EventBusContract
     from commutator_testing.eviction import EvictionContract, tree_block
     from commutator_testing.fairness import FairnessContract
-    from commutator_testing.faults import (
-        Faults,
-        FaultyClient,
-        FaultyIo,
-        FaultyTier,
-        IoFaults,
-        TierFaults,
-        damage,
-    )
     from commutator_testing.launchers import LauncherContract
     from commutator_testing.limiters import LimiterContract
     from commutator_testing.observers import ObserverContract
     from commutator_testing.operations import OperationsContract
     from commutator_testing.planners import PlannerContract
+    from commutator_testing.protocols import ProtocolContract
     from commutator_testing.registries import RegistryContract
-    from commutator_testing.routers import RouterContract, check_decision, make_candidate
-    from commutator_testing.tier_user import TierUser
+    from commutator_testing.routers import RouterContract, make_candidate
     from commutator_testing.tiers import TierContract
 
 __all__ = [
     "AuthenticatorContract",
-    "BusFaults",
     "CommandContract",
     "DisaggContract",
     "EngineContract",
     "EventBusContract",
     "EvictionContract",
     "FairnessContract",
-    "Faults",
-    "FaultyBus",
-    "FaultyClient",
-    "FaultyIo",
-    "FaultyTier",
-    "IoFaults",
     "LauncherContract",
     "LimiterContract",
     "LocalCluster",
@@ -67,54 +51,42 @@ __all__ = [
     "RegistryContract",
     "RouterContract",
     "TierContract",
-    "TierFaults",
-    "TierUser",
-    "WorkerPair",
-    "check_decision",
     "collect",
-    "damage",
     "make_candidate",
     "make_request",
     "tree_block",
 ]
 
 _HOMES = {
-    "commutator_scaffold.local_cluster": ("LocalCluster",),
-    "commutator_testing.authenticators": ("AuthenticatorContract",),
-    "commutator_testing.commands": ("CommandContract",),
-    "commutator_testing.disagg": ("DisaggContract",),
-    "commutator_testing.engines": ("EngineContract", "WorkerPair", "collect", "make_request"),
-    "commutator_testing.event_buses": ("BusFaults", "EventBusContract", "FaultyBus"),
-    "commutator_testing.eviction": ("EvictionContract", "tree_block"),
-    "commutator_testing.fairness": ("FairnessContract",),
-    "commutator_testing.faults": (
-        "Faults",
-        "FaultyClient",
-        "FaultyIo",
-        "FaultyTier",
-        "IoFaults",
-        "TierFaults",
-        "damage",
-    ),
-    "commutator_testing.launchers": ("LauncherContract",),
-    "commutator_testing.limiters": ("LimiterContract",),
-    "commutator_testing.observers": ("ObserverContract",),
-    "commutator_testing.operations": ("OperationsContract",),
-    "commutator_testing.planners": ("PlannerContract",),
-    "commutator_testing.protocols": ("ProtocolContract",),
-    "commutator_testing.registries": ("RegistryContract",),
-    "commutator_testing.routers": ("RouterContract", "check_decision", "make_candidate"),
-    "commutator_testing.tier_user": ("TierUser",),
-    "commutator_testing.tiers": ("TierContract",),
+    "LocalCluster": "commutator_scaffold.local_cluster",
+    "AuthenticatorContract": "commutator_testing.authenticators",
+    "CommandContract": "commutator_testing.commands",
+    "DisaggContract": "commutator_testing.disagg",
+    "EngineContract": "commutator_testing.engines",
+    "collect": "commutator_testing.engines",
+    "make_request": "commutator_testing.engines",
+    "EventBusContract": "commutator_testing.event_buses",
+    "EvictionContract": "commutator_testing.eviction",
+    "tree_block": "commutator_testing.eviction",
+    "FairnessContract": "commutator_testing.fairness",
+    "LauncherContract": "commutator_testing.launchers",
+    "LimiterContract": "commutator_testing.limiters",
+    "ObserverContract": "commutator_testing.observers",
+    "OperationsContract": "commutator_testing.operations",
+    "PlannerContract": "commutator_testing.planners",
+    "ProtocolContract": "commutator_testing.protocols",
+    "RegistryContract": "commutator_testing.registries",
+    "RouterContract": "commutator_testing.routers",
+    "make_candidate": "commutator_testing.routers",
+    "TierContract": "commutator_testing.tiers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'commutator_testing' has no attribute {name!r}")
     try:
-        return getattr(import_module(home), name)
+        return getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("commutator"):
             raise

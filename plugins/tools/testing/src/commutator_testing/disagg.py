@@ -6,11 +6,11 @@ import copy
 import math
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion, MeasuredSpeeds, WorkerLoad
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
 
 __all__ = [
     "DisaggContract",
@@ -48,11 +48,7 @@ _questions = st.builds(
     speeds=_speeds,
 )
 
-_settings = settings(
-    deadline=None,
-    max_examples=examples(50),
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-)
+_settings = suite_settings(50)
 
 
 class DisaggContract:

@@ -9,48 +9,22 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Self
 
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 
-from commutator import EngineInfo, EventSource, WorkerRecord
+from commutator import EventSource
 from commutator.contract.block import BlockStored
 from commutator.contract.event_bus import EventBus, EventChannel, Message
 from commutator.kv_events import EventPublisher, decode_batch
 from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.sequence import SequenceCounters
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
+from commutator_testing.shared import TEST_ENGINE, make_record, until
 
 __all__ = ["BusFaults", "EventBusContract", "EventReader", "FaultyBus", "WorkerEvents"]
 
 _TIMES = SourceTimes(replay_timeout_s=2.0, settle_s=0.2, check_interval_s=0.5)
 _NO_CHECKS = SourceTimes(replay_timeout_s=2.0, settle_s=60.0, check_interval_s=60.0)
 _BLOCK = 4
-
-
-async def _until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
-
-
-def _worker(worker_id: str, instance: str, model: str, source: EventSource) -> WorkerRecord:
-    info = EngineInfo(
-        kind="fake",
-        version="1",
-        model=model,
-        max_model_len=128,
-        block_size=_BLOCK,
-        kv_capacity_blocks=100,
-        kv_events=source,
-    )
-    return WorkerRecord(
-        worker_id=worker_id,
-        engine="e",
-        kind="fake",
-        model=model,
-        address="127.0.0.1:1",
-        info=info,
-        instance=instance,
-    )
 
 
 class WorkerEvents:
@@ -61,7 +35,8 @@ class WorkerEvents:
     ) -> None:
         self._publisher = EventPublisher()
         self._relay = EventRelay(bus, _TIMES)
-        self._record = _worker(worker_id, instance, model, self._publisher.source)
+        info = evolve(TEST_ENGINE, model=model, block_size=_BLOCK, kv_events=self._publisher.source)
+        self._record = make_record(worker_id, info, instance=instance)
         self.published = 0
         """Blocks so far; they are numbered from 0."""
 
@@ -118,7 +93,7 @@ class EventReader:
     async def has(self, blocks: int, timeout_s: float = 60.0) -> None:
         """Wait until it has read exactly the first ``blocks`` blocks, in order, each once."""
         with suppress(TimeoutError):
-            await _until(lambda: len(self.blocks) >= blocks, timeout_s)
+            await until(lambda: len(self.blocks) >= blocks, timeout_s)
         assert self.blocks == list(range(blocks)), (self.blocks[-3:], blocks, self.counters)
 
     def message(self, body: bytes) -> None:
@@ -146,6 +121,8 @@ class BusFaults:
     """The fraction that comes twice."""
     late: float = 0.0
     """The fraction that comes after its successor."""
+    delay_s: float = 0.0
+    """Seconds before each reception, as of a front door that is busy with other things."""
 
 
 class FaultyBus(EventBus):
@@ -176,6 +153,7 @@ class _FaultyChannel(EventChannel):
 
     async def receive(self) -> Sequence[Message]:
         while True:
+            await asyncio.sleep(self._faults.delay_s)
             if came := list(self._suffered(await self._inner.receive())):
                 return came
 
@@ -313,7 +291,7 @@ class EventBusContract:
         async with (
             self.buses() as (host, door),
             WorkerEvents(host) as worker,
-            EventReader(_SlowBus(door), worker.source) as reader,
+            EventReader(FaultyBus(door, BusFaults(delay_s=0.02), 0), worker.source) as reader,
         ):
             worker.publish(3_000)
             await reader.has(3_000)
@@ -374,21 +352,3 @@ async def _in_waves(worker: WorkerEvents, reader: EventReader) -> None:
     for _ in range(4):
         worker.publish(150)
         await reader.has(worker.published)
-
-
-class _SlowBus(FaultyBus):
-    """A front door whose event loop is busy with other things."""
-
-    def __init__(self, inner: EventBus) -> None:
-        super().__init__(inner, BusFaults(), 0)
-
-    def subscribe(
-        self, source: EventSource, on_malformed: Callable[[Exception], None]
-    ) -> EventChannel:
-        return _SlowChannel(super().subscribe(source, on_malformed), BusFaults(), self._rng)
-
-
-class _SlowChannel(_FaultyChannel):
-    async def receive(self) -> Sequence[Message]:
-        await asyncio.sleep(0.02)
-        return await super().receive()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 import time
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator import BlockKey, EvictionPolicy, RetentionHints
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
 
 __all__ = [
     "EvictionContract",
@@ -47,12 +47,7 @@ History = list[Step]
 
 _histories = st.lists(_steps, max_size=80)
 
-# One inherited test runs for many policies.
-_settings = settings(
-    deadline=None,
-    max_examples=examples(100),
-    suppress_health_check=[HealthCheck.differing_executors],
-)
+_settings = suite_settings(100)
 
 
 class EvictionContract:

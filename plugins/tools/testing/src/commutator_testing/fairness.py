@@ -6,11 +6,11 @@ import math
 import pickle
 from collections import deque
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.fairness import FairnessPolicy
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
 
 __all__ = [
     "FairnessContract",
@@ -30,12 +30,7 @@ Step = tuple[str, str | None] | tuple[str, str | None, float] | tuple[str, str |
 
 _histories = st.lists(_steps, max_size=60)
 
-# One inherited test runs for many policies.
-_settings = settings(
-    deadline=None,
-    max_examples=examples(100),
-    suppress_health_check=[HealthCheck.differing_executors],
-)
+_settings = suite_settings(100)
 
 
 class FairnessContract:

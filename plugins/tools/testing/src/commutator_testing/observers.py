@@ -8,15 +8,14 @@ from commutator import (
     AnsweredRequest,
     Decision,
     DisaggAnswer,
-    EngineInfo,
     FinishReason,
     HandoverOutcome,
     Observer,
     RequestOutcome,
     RequestSummary,
-    WorkerRecord,
 )
 from commutator.errors import EngineUnavailableError
+from commutator_testing.shared import make_record
 
 __all__ = ["ObserverContract"]
 
@@ -48,13 +47,7 @@ class ObserverContract:
         asyncio.run(life())
 
     def _watch(self, observer: Observer) -> None:
-        info = EngineInfo(
-            kind="test", version="1", model="m", max_model_len=64, block_size=16,
-            kv_capacity_blocks=8,
-        )  # fmt: skip
-        worker = WorkerRecord(
-            worker_id="w-0", engine="test", kind="test", model="m", address="127.0.0.1:1", info=info
-        )
+        worker = make_record("w-0")
         decision = Decision(worker_id="w-0", policy="test", reason="the only one")
         observer.worker_up(worker)
         served, lost = (

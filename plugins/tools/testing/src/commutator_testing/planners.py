@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.planner import (
@@ -22,7 +22,7 @@ from commutator.contract.planner import (
 )
 from commutator.contract.worker import Role
 from commutator.planning import FleetPlanner
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
 
 __all__ = ["CONTEXT", "PERFORMANCE", "PlannerContract", "observations"]
 
@@ -43,12 +43,7 @@ _INTERVAL_S = 30.0
 _DAY = round(86_400 / _INTERVAL_S)
 _LEARNS = _DAY // 4
 
-# One inherited test runs for many plugins.
-_settings = settings(
-    deadline=None,
-    max_examples=examples(50),
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-)
+_settings = suite_settings(50)
 
 _ratios = st.none() | st.floats(0, 1)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["THOROUGH", "examples"]
+from hypothesis import HealthCheck, settings
+
+__all__ = ["THOROUGH", "examples", "suite_settings"]
 
 VARIABLE = "COMMUTATOR_SUITES"
 _TIMES = 10
@@ -24,3 +26,12 @@ THOROUGH = is_thorough(os.environ.get(VARIABLE, ""))
 def examples(fast: int) -> int:
     """The number of random cases for a test that has ``fast`` of them in the fast profile."""
     return fast * _TIMES if THOROUGH else fast
+
+
+def suite_settings(fast: int) -> settings:
+    """For a test that many plugins inherit, whose cases are large values to draw."""
+    return settings(
+        deadline=None,
+        max_examples=examples(fast),
+        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import pytest
 from attrs import evolve
 
-from commutator import EngineInfo, EventSource, WorkerRecord
+from commutator import EventSource, WorkerRecord
 from commutator.contract.registry import (
     LAPSED,
     MAX_DOCUMENT_BYTES,
@@ -22,6 +22,7 @@ from commutator.contract.registry import (
 )
 from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
+from commutator_testing.shared import TEST_ENGINE, make_record, until
 
 __all__ = [
     "RegistryContract",
@@ -36,23 +37,10 @@ _LONG_S = 60.0
 def make_worker(worker_id: str, port: int = 1, instance: str = "") -> WorkerRecord:
     """A record with nested values, like those of engines."""
     events = EventSource(endpoint="tcp://127.0.0.1:1", topic="kv")
-    info = EngineInfo(
-        kind="fake",
-        version="1",
-        model="m",
-        max_model_len=128,
-        block_size=16,
-        kv_capacity_blocks=100,
-        kv_events=events,
-        pid=7,
-    )
-    return WorkerRecord(
-        worker_id=worker_id,
-        engine="e",
-        kind="fake",
-        model="m",
+    return make_record(
+        worker_id,
+        evolve(TEST_ENGINE, kv_events=events, pid=7),
         address=f"127.0.0.1:{port}",
-        info=info,
         role=Role.DECODE,
         instance=instance,
         host="h1" if instance else "",
@@ -76,12 +64,6 @@ def _age_is_above(registry: Registry, limit_s: float) -> bool:
     """Of a registry that tells no age it is not asked."""
     age_s = registry.view_age_s()
     return age_s is not None and age_s > limit_s
-
-
-async def _until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.02)
 
 
 class RegistryWatcher:
@@ -187,7 +169,7 @@ class RegistryContract:
     async def test_the_view_has_an_age_once_it_is_there(self) -> None:
         async with self.open_registry() as registry, watching(registry) as watcher:
             await watcher.next()
-            await _until(lambda: not _age_is_above(registry, _LONG_S))
+            await until(lambda: not _age_is_above(registry, _LONG_S))
             assert (registry.view_age_s() or 0.0) >= 0.0
 
     async def test_out_of_reach_nothing_changes_but_the_age(self) -> None:
@@ -204,7 +186,7 @@ class RegistryContract:
                     with pytest.raises(RegistryError):
                         await registry.set_draining("a-0", True)
                     if registry.view_age_s() is not None:
-                        await _until(lambda: _age_is_above(registry, self.lease_s + 1.0))
+                        await until(lambda: _age_is_above(registry, self.lease_s + 1.0))
                     assert watcher.batches.empty(), "silence removes nobody"
                 record = make_worker("a-0", port=2)
                 while not await _registered(registry, record):  # noqa: ASYNC110

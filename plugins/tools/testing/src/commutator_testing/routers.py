@@ -7,21 +7,20 @@ import random
 from collections.abc import Sequence
 
 from attrs import evolve
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator import (
     Candidate,
     Decision,
-    EngineInfo,
     Overlap,
     RouteRequest,
     RoutingPolicy,
     WorkerLoad,
-    WorkerRecord,
 )
 from commutator.contract.routing import Cost, LeastCost, ScannedPool
-from commutator_testing.profile import examples
+from commutator_testing.profile import suite_settings
+from commutator_testing.shared import make_record
 
 __all__ = [
     "RouterContract",
@@ -33,23 +32,9 @@ def make_candidate(
     worker_id: str, load: WorkerLoad | None = None, overlap: Overlap | None = None
 ) -> Candidate:
     """A candidate for tests of a policy."""
-    info = EngineInfo(
-        kind="test",
-        version="1",
-        model="model",
-        max_model_len=4096,
-        block_size=16,
-        kv_capacity_blocks=1024,
+    return Candidate(
+        worker=make_record(worker_id), load=load or WorkerLoad(), overlap=overlap or Overlap()
     )
-    record = WorkerRecord(
-        worker_id=worker_id,
-        engine="engine",
-        kind="test",
-        model="model",
-        address="127.0.0.1:1",
-        info=info,
-    )
-    return Candidate(worker=record, load=load or WorkerLoad(), overlap=overlap or Overlap())
 
 
 def _worker_states(
@@ -97,12 +82,7 @@ _histories = st.lists(st.tuples(_requests, _pools), min_size=1, max_size=10)
 
 _extreme_histories = st.lists(st.tuples(_requests, _extreme_pools), min_size=1, max_size=5)
 
-# One inherited test runs for many policies, and histories are large values to draw.
-_settings = settings(
-    deadline=None,
-    max_examples=examples(30),
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-)
+_settings = suite_settings(30)
 
 
 class CheckedPool(ScannedPool):
