@@ -19,7 +19,7 @@ from commutator.config.kinds import config_converter
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.tier import TierConfig
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.tiers.setup import make_tiers

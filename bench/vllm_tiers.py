@@ -26,7 +26,7 @@ from bench.waiting import wait_until
 from commutator.config.kinds import config_converter
 from commutator.contract.tier import TierConfig
 from commutator.plugins import load_plugins
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator.tokenizer.load import load_text_model
 
 LENGTHS = (128, 512, 1024)

@@ -18,7 +18,7 @@ from commutator.contract.routing import RouterConfig, RouteStage
 from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
 from commutator.plugins import load_plugins
-from commutator.schema.structure import describe
+from commutator.schema import describe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 HEAD = """# Configuration

@@ -20,7 +20,7 @@ from tests.support.nats import NatsServer, fresh_subjects
 from commutator.contract.event_bus import EventBus
 from commutator.contract.settings import Secret
 from commutator.contract.worker import EventSource
-from commutator.kv_events.sealed import seal_message
+from commutator.kv_events.codec import seal_message
 from commutator.trust import RunSecret, adopt, refused_connections
 from commutator_nats.bus import NatsEventBus
 from commutator_nats.config import NatsConfig, NatsTls

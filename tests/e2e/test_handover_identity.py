@@ -26,7 +26,7 @@ from commutator.contract.tier import TierConfig
 from commutator.contract.worker import WorkerRecord
 from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineUnavailableError
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator.tokenizer.load import load_text_model
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.plugin import ReferenceConnector

@@ -23,7 +23,7 @@ from commutator.contract.block import BlockDescriptor, CacheIdentity, KvEvent, R
 from commutator.contract.tier import Memory, TierConfig
 from commutator.contract.worker import TierState
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
 from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket

@@ -9,8 +9,7 @@ from attrs import Attribute, frozen
 from jsonschema import Draft202012Validator
 
 from commutator.contract.settings import Bounds, ByteSize, PositiveInt, Size, setting
-from commutator.schema.json_schema import json_schema
-from commutator.schema.structure import StructureError, build_converter, structure
+from commutator.schema import StructureError, build_converter, json_schema, structure
 
 
 @frozen(kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-__all__ = [
-    "Backoff",
-]
+__all__ = ["Backoff"]
 
 
 @frozen

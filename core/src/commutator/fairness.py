@@ -16,12 +16,7 @@ from attrs import define, field, frozen
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.settings import Bounds, setting
 
-__all__ = [
-    "Fifo",
-    "Guarded",
-    "Weighted",
-    "WeightedConfig",
-]
+__all__ = ["Fifo", "Guarded", "Weighted", "WeightedConfig"]
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,7 @@ import msgspec
 from commutator.errors import CommutatorError
 from commutator.trust import Gate, Handshake, HandshakeError, Identity
 
-__all__ = [
-    "FrameProtocol",
-    "Versions",
-    "kind_of",
-    "pack",
-    "versions_in",
-]
+__all__ = ["FrameProtocol", "Versions", "kind_of", "pack", "versions_in"]
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")

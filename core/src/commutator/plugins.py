@@ -66,7 +66,7 @@ from commutator.contract.tier import StorageTier, TierConfig
 from commutator.contract.tuning import Tuning, TuningContext
 from commutator.errors import PluginError
 from commutator.hookspecs import PROJECT
-from commutator.schema.structure import nearest
+from commutator.schema import nearest
 
 __all__ = [
     "BLOCKED_PLUGINS",

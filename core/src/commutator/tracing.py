@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 
 from commutator.config.model import TracingConfig
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "WorkerSpan",
-    "begin_worker_span",
-    "missing_package",
-    "start",
-    "traced",
-]
+__all__ = ["DISTRIBUTIONS", "WorkerSpan", "begin_worker_span", "missing_package", "start", "traced"]
 
 ResultT = TypeVar("ResultT")
 

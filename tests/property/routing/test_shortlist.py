@@ -31,7 +31,7 @@ from commutator.contract.routing import (
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import ModelRouter, Route
-from commutator.routing.shortlist.pool import IndexedPool, RankTable
+from commutator.routing.shortlist import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
 from commutator_kv_router import KvRouter, KvRouterConfig

@@ -16,7 +16,7 @@ from commutator.contract.request import KvRetention
 from commutator.contract.tier import AdmissionConfig
 from commutator.errors import ConfigError
 from commutator.plugins import installed_plugins
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import Offloaded, Removed
 from commutator_sim.request import SimRequest

@@ -21,7 +21,7 @@ from commutator.config.kinds import config_converter
 from commutator.contract.principal import Credentials, PrincipalConfig
 from commutator.errors import AuthenticationError
 from commutator.plugins import installed_plugins
-from commutator.schema.structure import StructureError, structure
+from commutator.schema import StructureError, structure
 
 jwt = pytest.importorskip("jwt")
 

@@ -11,7 +11,7 @@ from tests.support.kv_rig import setups
 
 from commutator.contract.tier import AdmissionConfig
 from commutator.errors import ConfigError, TierError
-from commutator.schema.structure import StructureError
+from commutator.schema import StructureError
 from commutator_dram.tier import DramTier
 from commutator_engine_kit.kv.tiers.codecs import chain_name
 from commutator_engine_kit.kv.tiers.setup import read_tiers

@@ -13,7 +13,7 @@ from commutator.config.load import load_config
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.tier import AdmissionConfig
 from commutator.plugins import installed_plugins
-from commutator.schema.structure import StructureError, structure
+from commutator.schema import StructureError, structure
 from commutator_sim.config import SimConfig, SimParameters, TierParameters
 
 HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}

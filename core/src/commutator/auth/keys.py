@@ -35,7 +35,7 @@ from commutator.contract.principal import (
 )
 from commutator.contract.settings import PositiveSeconds, setting
 from commutator.errors import AuthenticationError, ConfigError
-from commutator.schema.structure import StructureError, build_converter, structure
+from commutator.schema import StructureError, build_converter, structure
 
 __all__ = [
     "KeyAuthenticator",

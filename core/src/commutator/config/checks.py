@@ -22,7 +22,7 @@ from commutator.contract.principal import PrincipalConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.tier import Memory, TierConfig
 from commutator.plugins import PluginHost
-from commutator.schema.structure import nearest, show
+from commutator.schema import nearest, show
 
 __all__ = [
     "cross_problems",

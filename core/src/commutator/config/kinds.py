@@ -31,8 +31,7 @@ from commutator.contract.routing import Filter, Picker, RouterConfig, Scorer
 from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
 from commutator.plugins import PluginHost
-from commutator.schema.json_schema import json_schema
-from commutator.schema.structure import Mismatch, build_converter, mismatch, nearest
+from commutator.schema import Mismatch, build_converter, json_schema, mismatch, nearest
 
 __all__ = [
     "DEFAULT_KINDS",

@@ -36,7 +36,7 @@ from commutator.config.tree import (
 from commutator.config.yaml_file import parse_value, read_file
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema.structure import StructureError, structure
+from commutator.schema import StructureError, structure
 
 __all__ = [
     "DEFAULTS",

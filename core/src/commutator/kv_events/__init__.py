@@ -6,9 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.kv_events.codec import decode_batch, encode_batch
+    from commutator.kv_events.codec import (
+        SEAL_BYTES,
+        decode_batch,
+        encode_batch,
+        seal_message,
+        unseal_message,
+    )
     from commutator.kv_events.publisher import EventPublisher, bind_private
-    from commutator.kv_events.sealed import SEAL_BYTES, seal_message, unseal_message
 
 __all__ = [
     "SEAL_BYTES",
@@ -20,11 +25,7 @@ __all__ = [
     "unseal_message",
 ]
 
-_HOMES = (
-    "commutator.kv_events.codec",
-    "commutator.kv_events.publisher",
-    "commutator.kv_events.sealed",
-)
+_HOMES = ("commutator.kv_events.codec", "commutator.kv_events.publisher")
 
 
 def __getattr__(name: str) -> Any:

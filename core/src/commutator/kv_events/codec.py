@@ -3,11 +3,16 @@
 A message has three frames: topic, sequence (8 bytes, big-endian), and body (MessagePack)
 ``[timestamp_s, [event, ...], data_parallel_rank]``. Current engines encode an event as a map with a
 ``type``, without defaults; older ones as an array that begins with the type. Both can be decoded.
+
+On an event bus, which is shared, messages are sealed: who can publish there must not be able to
+make front doors believe events, and who can ask there must get no replay. A seal hides nothing: who
+can read the bus reads the events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from hmac import compare_digest
 from typing import Any
 
 import msgspec
@@ -20,8 +25,9 @@ from commutator.contract.block import (
     EventBatch,
     KvEvent,
 )
+from commutator.trust import note_refusal, proof_of_run
 
-__all__ = ["decode_batch", "encode_batch"]
+__all__ = ["SEAL_BYTES", "decode_batch", "encode_batch", "seal_message", "unseal_message"]
 
 _STORED_FIELDS = (
     "block_hashes",
@@ -188,3 +194,22 @@ def _split(raw: Mapping[str, Any] | Sequence[Any]) -> tuple[str, Mapping[str, An
     kind, *values = raw
     names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
     return kind, dict(zip(names, values, strict=False))
+
+
+SEAL_BYTES = 32
+"""How much longer a sealed message is."""
+_PURPOSE = "event bus"
+
+
+def seal_message(place: str, message: bytes) -> bytes:
+    """``message`` with the proof that a process of this run sent it at ``place``, a subject."""
+    return proof_of_run(_PURPOSE, place.encode(), message) + message
+
+
+def unseal_message(place: str, sealed: bytes) -> bytes | None:
+    """The message that ``seal_message`` was given; None, and counted, if it was not sealed so."""
+    proof, message = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+    if compare_digest(proof, proof_of_run(_PURPOSE, place.encode(), message)):
+        return message
+    note_refusal(_PURPOSE, place, "the message was not sealed with this run's secret")
+    return None

@@ -9,11 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from attrs import frozen
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 MAX_PRINCIPALS = 500
 """Each takes a handful of time series, and Prometheus keeps every one that it ever saw."""

@@ -30,14 +30,7 @@ from commutator.metrics.families import Family
 from commutator.metrics.readings import AtScrape, Readings
 from commutator.routing.router import FALLBACK, Route
 
-__all__ = [
-    "OTHER",
-    "Counter",
-    "CounterGroup",
-    "FrontendMetrics",
-    "Histogram",
-    "TokenTimes",
-]
+__all__ = ["OTHER", "Counter", "CounterGroup", "FrontendMetrics", "Histogram", "TokenTimes"]
 
 Labels = tuple[str, ...]
 

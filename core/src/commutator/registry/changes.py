@@ -16,14 +16,7 @@ from commutator.contract.registry import LAPSED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import WorkerRecord
 from commutator.trust import proof_of_run
 
-__all__ = [
-    "Watchers",
-    "description",
-    "difference",
-    "seal",
-    "succession",
-    "unseal",
-]
+__all__ = ["Watchers", "description", "difference", "seal", "succession", "unseal"]
 
 
 def description(holder: WorkerRecord) -> str:

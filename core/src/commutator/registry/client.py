@@ -33,10 +33,7 @@ from commutator.registry.unready import RunState
 from commutator.trust import ClientGate, Right, RunSecret, TlsError, host_and_port
 from commutator.trust import connect as connect_wire
 
-__all__ = [
-    "RegistryClient",
-    "connect",
-]
+__all__ = ["RegistryClient", "connect"]
 
 log = logging.getLogger(__name__)
 

@@ -55,10 +55,7 @@ from commutator.trust import (
     refused_connections,
 )
 
-__all__ = [
-    "SERVICE",
-    "RegistryServer",
-]
+__all__ = ["SERVICE", "RegistryServer"]
 
 log = logging.getLogger(__name__)
 

@@ -8,5 +8,5 @@ another.
 
 ``membership`` follows the registry; ``workers`` holds the connections. Policies see each worker's
 overlap with the prompt, from ``prefix_index/``, and its ``load``, with that of other front doors
-by ``replica_sync``. Among many workers ``shortlist/`` finds those that cost least.
+by ``replica_sync``. Among many workers ``shortlist`` finds those that cost least.
 """

@@ -11,20 +11,12 @@ from itertools import chain
 
 from commutator.config.model import Config
 from commutator.contract.observer import Observer
-from commutator.contract.request import (
-    UNKNOWN_CALLER,
-    Caller,
-    GenerateRequest,
-    RequestSummary,
-)
+from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest, RequestSummary
 from commutator.contract.tuning import Trial
 from commutator.contract.worker import EngineLoad
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
-from commutator.routing.disagg.prefill_pool import (
-    QueueState,
-    WorkerCompatibility,
-)
+from commutator.routing.disagg.prefill_pool import QueueState, WorkerCompatibility
 from commutator.routing.dispatch import Dispatch, DispatchLimits
 from commutator.routing.forward import Forward
 from commutator.routing.load import InFlightLoad
@@ -41,9 +33,7 @@ from commutator.routing.workers import (
     worker_status,
 )
 
-__all__ = [
-    "Dispatcher",
-]
+__all__ = ["Dispatcher"]
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,7 @@ from commutator.routing.model import ModelRouting
 from commutator.routing.placement import Placement
 from commutator.routing.router import Route
 
-__all__ = [
-    "RANK_HEADER",
-    "Forward",
-]
+__all__ = ["RANK_HEADER", "Forward"]
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 """The header for the data-parallel rank, which vLLM and SGLang read."""

@@ -12,11 +12,7 @@ from attrs import define, field
 
 from commutator.contract.routing import BusyConfig, WorkerLoad
 
-__all__ = [
-    "InFlightLoad",
-    "Ticket",
-    "threshold_hit",
-]
+__all__ = ["InFlightLoad", "Ticket", "threshold_hit"]
 
 _NOTHING = WorkerLoad()
 _MOST_CHANGES = 1 << 16

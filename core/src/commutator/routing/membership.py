@@ -13,18 +13,11 @@ from commutator.contract.registry import Change, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.engine import TokenApiClient
 from commutator.plugins import PluginHost
-from commutator.routing.disagg.prefill_pool import (
-    IncompatiblePair,
-    WorkerCompatibility,
-)
+from commutator.routing.disagg.prefill_pool import IncompatiblePair, WorkerCompatibility
 from commutator.routing.model import ModelRouting
 from commutator.routing.workers import LiveWorker, LiveWorkers
 
-__all__ = [
-    "Membership",
-    "WorkerFollower",
-    "WorkerSink",
-]
+__all__ = ["Membership", "WorkerFollower", "WorkerSink"]
 
 log = logging.getLogger(__name__)
 

@@ -31,14 +31,7 @@ from commutator.routing.router import ModelRouter, Route, describe_busy
 from commutator.routing.workers import LiveWorker, LiveWorkers
 from commutator.tracing import begin_worker_span
 
-__all__ = [
-    "Placement",
-    "Placer",
-    "TierPrefetcher",
-    "Waiting",
-    "WorkerRequest",
-    "able",
-]
+__all__ = ["Placement", "Placer", "Waiting", "WorkerRequest", "able"]
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +97,7 @@ class Placer:
         self.workers = workers
         self.load = load
         self._busy = busy = waiting.busy
-        self._prefetcher = TierPrefetcher()
+        self._prefetches: set[asyncio.Task[None]] = set()
         self._queue: RouterQueue[Placement] | None = None
         if busy.enabled or waiting.for_first:
             self._queue = RouterQueue(
@@ -198,12 +191,18 @@ class Placer:
         usable: Usable | None,
         request: GenerateRequest,
     ) -> None:
-        # Another worker may become free first; then the prefetched blocks serve a later request.
+        """Have the worker that would get a waiting request now bring its blocks up.
+
+        The request does not wait for that. Another worker may become free first; then the blocks
+        serve a later request.
+        """
         if workers := self.candidates(usable):
             route = self.router.route(summary, hashes, workers)
             overlap = route.candidate.overlap
             if overlap.blocks > overlap.device:
-                self._prefetcher.prefetch(route.worker, request)
+                task = asyncio.create_task(_ask_to_prefetch(route.worker, request))
+                self._prefetches.add(task)
+                task.add_done_callback(self._prefetches.discard)
 
     def _take_any(
         self, summary: RequestSummary, hashes: Sequence[int], usable: Usable | None
@@ -274,35 +273,21 @@ class Placer:
         return OverloadedError(f"{busy}{problem}", retry_after_s, reason)
 
 
+async def _ask_to_prefetch(worker: LiveWorker, request: GenerateRequest) -> None:
+    prompt = KvPrompt(
+        token_ids=list(request.token_ids),
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+    )
+    try:
+        await worker.client.kv_prefetch(prompt, timeout_s=_PREFETCH_TIMEOUT_S)
+    except CommutatorError as error:
+        log.debug("worker %s: prefetch failed: %s", worker.record.worker_id, error)
+
+
 def _prompt_tokens(placement: Placement) -> int:
     """What is charged for the prompt: at least one token, which is never cached."""
     return max(1, placement.ticket.prefill_tokens)
-
-
-class TierPrefetcher:
-    """Makes workers prefetch a waiting request's blocks from slow tiers.
-
-    The request does not wait for a prefetch, and may go to another worker.
-    """
-
-    def __init__(self) -> None:
-        self._prefetches: set[asyncio.Task[None]] = set()
-
-    def prefetch(self, worker: LiveWorker, request: GenerateRequest) -> None:
-        task = asyncio.get_running_loop().create_task(self._ask(worker, request))
-        self._prefetches.add(task)
-        task.add_done_callback(self._prefetches.discard)
-
-    async def _ask(self, worker: LiveWorker, request: GenerateRequest) -> None:
-        prompt = KvPrompt(
-            token_ids=list(request.token_ids),
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-        )
-        try:
-            await worker.client.kv_prefetch(prompt, timeout_s=_PREFETCH_TIMEOUT_S)
-        except CommutatorError as error:
-            log.debug("worker %s: prefetch failed: %s", worker.record.worker_id, error)
 
 
 class WorkerRequest:

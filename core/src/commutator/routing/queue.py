@@ -20,12 +20,7 @@ from commutator.contract.routing import BusyConfig
 from commutator.errors import RoutingError
 from commutator.fairness import Fifo
 
-__all__ = [
-    "Place",
-    "Refusal",
-    "RequestQueue",
-    "RouterQueue",
-]
+__all__ = ["Place", "Refusal", "RequestQueue", "RouterQueue"]
 
 ResultT = TypeVar("ResultT")
 

@@ -22,11 +22,7 @@ from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.hub import Hub, connections
 from commutator.routing.load import InFlightLoad
 
-__all__ = [
-    "ReplicaLoads",
-    "ReplicaSync",
-    "ShareTimes",
-]
+__all__ = ["ReplicaLoads", "ReplicaSync", "ShareTimes"]
 
 log = logging.getLogger(__name__)
 

@@ -27,17 +27,10 @@ from commutator.errors import RoutingError
 from commutator.routing.load import InFlightLoad, threshold_hit
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.prefix_index.prefix_map import NOTHING_HELD
-from commutator.routing.shortlist.pool import IndexedPool, RankTable
+from commutator.routing.shortlist import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
 
-__all__ = [
-    "FALLBACK",
-    "Arms",
-    "ModelRouter",
-    "PolicyRunner",
-    "Route",
-    "describe_busy",
-]
+__all__ = ["FALLBACK", "Arms", "ModelRouter", "PolicyRunner", "Route", "describe_busy"]
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,7 @@ from commutator.contract.worker import KvStatistics, Role, TransferStatistics, W
 from commutator.errors import CommutatorError
 from commutator.routing.load import InFlightLoad
 
-__all__ = [
-    "LiveWorker",
-    "LiveWorkers",
-    "WorkerPoll",
-    "WorkerStatus",
-    "worker_status",
-]
+__all__ = ["LiveWorker", "LiveWorkers", "WorkerPoll", "WorkerStatus", "worker_status"]
 
 log = logging.getLogger(__name__)
 

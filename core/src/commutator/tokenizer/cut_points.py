@@ -27,11 +27,7 @@ from typing import Any
 from attrs import frozen
 from tokenizers import Tokenizer
 
-__all__ = [
-    "CutPoints",
-    "cut_points_of",
-    "find_cut_points",
-]
+__all__ = ["CutPoints", "cut_points_of", "find_cut_points"]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -13,12 +13,7 @@ from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError
 
-__all__ = [
-    "Detokenizer",
-    "StopMatcher",
-    "TokenBytes",
-    "token_bytes",
-]
+__all__ = ["Detokenizer", "StopMatcher", "TokenBytes", "token_bytes"]
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 

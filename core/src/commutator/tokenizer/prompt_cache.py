@@ -15,12 +15,7 @@ from attrs import define, field, frozen
 from commutator.tokenizer.cut_points import CutPoints
 from commutator.tokenizer.encoder import Encoder, TokenIds
 
-__all__ = [
-    "BlockHashing",
-    "FoundPrefix",
-    "PromptTokenCache",
-    "PromptTokens",
-]
+__all__ = ["BlockHashing", "FoundPrefix", "PromptTokenCache", "PromptTokens"]
 
 _SHORTEST_CHUNK = 200
 

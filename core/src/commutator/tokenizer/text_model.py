@@ -23,10 +23,7 @@ from commutator.tokenizer.cut_points import CutPoints, cut_points_of
 from commutator.tokenizer.detokenizer import Detokenizer, token_bytes
 from commutator.tokenizer.encoder import FastTokenizer
 
-__all__ = [
-    "ChatTemplate",
-    "TextModel",
-]
+__all__ = ["ChatTemplate", "TextModel"]
 
 
 class _GenerationBlock(Extension):

@@ -10,12 +10,7 @@ from attrs import define, field, frozen
 
 from commutator.routing.prefix_index.index import RankBlocks
 
-__all__ = [
-    "Cause",
-    "EventHealth",
-    "EventWarning",
-    "PromptChecks",
-]
+__all__ = ["Cause", "EventHealth", "EventWarning", "PromptChecks"]
 
 _SILENT_AFTER = 3
 """Computed prompts without any event after which a worker counts as silent."""

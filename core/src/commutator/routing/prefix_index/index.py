@@ -18,11 +18,7 @@ from commutator.contract.block import (
     cache_level,
 )
 from commutator.contract.routing import Overlap, WorkerRank, on_device
-from commutator.routing.prefix_index.hashing import (
-    chain_hashes,
-    hash_root,
-    local_block_hashes,
-)
+from commutator.routing.prefix_index.hashing import chain_hashes, hash_root, local_block_hashes
 from commutator.routing.prefix_index.prefix_map import PrefixMap, PrefixMatch, slots_of
 
 __all__ = [

@@ -28,12 +28,7 @@ from commutator.routing.prefix_index.health import Cause, EventHealth, EventWarn
 from commutator.routing.prefix_index.index import PrefixIndex, RankSnapshot
 from commutator.routing.prefix_index.prefix_map import PrefixMatch
 
-__all__ = [
-    "GuessedBlocks",
-    "KvIndexer",
-    "WorkerEvents",
-    "WorkerSnapshot",
-]
+__all__ = ["GuessedBlocks", "KvIndexer", "WorkerEvents", "WorkerSnapshot"]
 
 log = logging.getLogger(__name__)
 

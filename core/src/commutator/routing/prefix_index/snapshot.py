@@ -31,14 +31,7 @@ from commutator.frames import MAX_FRAME_BYTES, Versions, pack, versions_in
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
 
-__all__ = [
-    "CODECS",
-    "INDEX_SUFFIX",
-    "IndexFormat",
-    "IndexSharing",
-    "SnapshotCodec",
-    "index_frames",
-]
+__all__ = ["CODECS", "INDEX_SUFFIX", "IndexFormat", "IndexSharing", "SnapshotCodec", "index_frames"]
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from commutator.launcher.child import (
     report_start_failure,
 )
 from commutator.plugins import installed_plugins
-from commutator.schema.structure import structure
+from commutator.schema import structure
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
 from commutator_engine_kit.server import TokenApiServer, TokenEngine
 

@@ -25,7 +25,7 @@ from commutator.contract.settings import Secret
 from commutator.contract.tier import Memory, StorageTier, TierConfig
 from commutator.errors import ConfigError, TierError
 from commutator.plugins import PluginHost, installed_plugins
-from commutator.schema.structure import StructureError, structure
+from commutator.schema import StructureError, structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_engine_kit.kv.tiers.block_io import BlockIo, DirectIo, StagedIo, Staging
