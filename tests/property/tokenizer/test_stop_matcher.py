@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commutator.tokenizer.detokenizer import StopMatcher
+from commutator.tokenizer.text_model import StopMatcher
 
 # Few letters make overlaps and near misses common.
 texts = st.text("ab\n", max_size=20)

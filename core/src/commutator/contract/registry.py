@@ -64,7 +64,6 @@ class WorkerDown:
 Change = WorkerUp | WorkerDown
 """What a batch of ``Registry.watch`` holds."""
 
-
 MAX_DOCUMENT_BYTES = 512 << 10
 """Longest value of a document."""
 

@@ -51,7 +51,6 @@ _STALLED_S = 30.0
 
 _numbers = itertools.count()
 
-
 RELAYED_MESSAGES = 10_000
 """Messages of a stream that its worker's host passes on, and keeps for replays."""
 RELAYED_BYTES = 64 * 1024 * 1024

@@ -13,7 +13,6 @@ from commutator.contract.request import FinishReason, RequestOutcome, RequestSum
 from commutator.errors import EngineUnavailableError
 from commutator.routing.model import ModelRouting
 from commutator.routing.placement import Placement
-from commutator.routing.router import Route
 
 __all__ = ["RANK_HEADER", "Forward"]
 
@@ -31,46 +30,38 @@ class Forward:
     def __init__(
         self, summary: RequestSummary, placement: Placement, routing: ModelRouting
     ) -> None:
+        self.route = route = placement.route
+        self.worker_id = route.worker.record.worker_id
         self._summary = summary
-        self._placement = placement
+        self._ticket = placement.ticket
         self._routing = routing
         self._stack = AsyncExitStack()
         self._started_s = time.perf_counter()
         self._answer: ForwardedAnswer | None = None
         self._complete = False
-        route, indexer = placement.route, routing.router.indexer
-        if indexer is not None:
+        if (indexer := routing.router.indexer) is not None:
             indexer.routed(route.worker.record, route.candidate.rank, route.sequence_hashes)
-
-    @property
-    def worker_id(self) -> str:
-        return self._placement.route.worker.record.worker_id
 
     @property
     def model(self) -> str:
         """The worker's name for the model."""
-        return self._placement.route.worker.record.info.model
+        return self.route.worker.record.info.model
 
     @property
     def keeps_salts_apart(self) -> bool:
         """Whether the worker's engine heeds `cache_salt`."""
-        return self._placement.route.worker.record.info.keeps_salts_apart
-
-    @property
-    def route(self) -> Route:
-        return self._placement.route
+        return self.route.worker.record.info.keeps_salts_apart
 
     def explain(self) -> dict[str, Any]:
         """Why this worker was chosen; see ``Route.explain``."""
-        return self._placement.route.explain()
+        return self.route.explain()
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> ForwardedAnswer:
         """Send the request; read the body of the answer with ``chunks``."""
-        route = self._placement.route
-        client = route.worker.client
-        if route.worker.record.info.data_parallel_size > 1:
-            headers = {**headers, RANK_HEADER: str(route.candidate.rank)}
-        sent = client.forward(path, body, headers)
+        worker = self.route.worker
+        if worker.record.info.data_parallel_size > 1:
+            headers = {**headers, RANK_HEADER: str(self.route.candidate.rank)}
+        sent = worker.client.forward(path, body, headers)
         self._answer = await self._stack.enter_async_context(sent)
         return self._answer
 
@@ -78,7 +69,7 @@ class Forward:
         """The answer's body, as it arrives."""
         assert self._answer is not None
         async for chunk in self._answer.chunks():
-            ticket = self._placement.ticket
+            ticket = self._ticket
             if ticket.prefilling:
                 ttft_s = time.perf_counter() - self._started_s
                 self._routing.host.request_first_token(self._summary, self.worker_id, ttft_s)
@@ -99,9 +90,9 @@ class Forward:
         trace: TracebackType | None,
     ) -> None:
         self.route.worker.requests -= 1
-        self._routing.load.release(self._placement.ticket)
+        self._routing.load.release(self._ticket)
         if isinstance(error, EngineUnavailableError):
-            self._routing.workers.lost(self._placement.route.worker)
+            self._routing.workers.lost(self.route.worker)
         if error is not None:
             self._routing.host.request_failed(self._summary, error, self.worker_id)
         else:

@@ -26,7 +26,6 @@ from commutator.routing.workers import LiveWorkers
 
 __all__ = ["ModelRouting", "TunedPolicy", "model_routing", "tune", "tuned_policies"]
 
-
 PolicyT = TypeVar("PolicyT")
 
 

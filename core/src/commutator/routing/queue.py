@@ -24,15 +24,12 @@ __all__ = ["Place", "Refusal", "RequestQueue", "RouterQueue"]
 
 ResultT = TypeVar("ResultT")
 
-
 Attempt = Callable[[], ResultT | None]
 """Tries to get a worker that is not busy; None when there is none."""
-
 
 Refusal = Callable[[str, str, float], RoutingError]
 """Makes the error of a refused request from a reason code, a clause for people, and the seconds
 after which to try again."""
-
 
 _NEAR = 32
 """The number of requests at the head of the queue whose turn counts as near."""

@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 64 << 10
 """With more unsent bytes nothing is sent: the peer does not read, and a later message is newer."""
 
-
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-
 
 _Loads = dict[str, tuple[_Count, _Count, _Count]]
 

@@ -24,7 +24,6 @@ __all__ = [
     "locate_model",
 ]
 
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["*.pt", "*.pth", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*", "*.gguf"]
 """Weights in formats beside the one that engines read; together they often double the bytes."""

@@ -25,8 +25,7 @@ from commutator.frontend.limits import HeldLogprobs, LogprobBudget
 from commutator.metrics.frontend import FrontendMetrics, TokenTimes
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
-from commutator.tokenizer.detokenizer import StopMatcher
-from commutator.tokenizer.text_model import TextModel
+from commutator.tokenizer.text_model import StopMatcher, TextModel
 
 __all__ = [
     "Choice",

@@ -29,10 +29,8 @@ __all__ = [
 
 HASH_SEED = 1337
 
-
 TOKEN_BYTES = 4
 _UINT64 = 1 << 64
-
 
 _hash64 = xxhash.xxh3_64_intdigest
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from commutator.contract.block import BlockStored, CacheLevel
 from commutator.contract.event_bus import EventBus
@@ -81,12 +81,8 @@ class _Worker:
     subscribers: list[EventSubscriber] = field(factory=list)
     logged: set[Cause] = field(factory=set)
     """Warnings that were logged and still hold."""
-    block_size: int = field(init=False)
+    block_size: int = Factory(lambda self: self.info.block_size, takes_self=True)
     """Tokens in the smallest block of the worker's events, or as announced before any event."""
-
-    @block_size.default
-    def _announced_block_size(self) -> int:
-        return self.info.block_size
 
 
 @define(eq=False)

@@ -20,11 +20,9 @@ __all__ = ["NOTHING_HELD", "NO_HOLDERS", "Holders", "PrefixMap", "PrefixMatch", 
 
 _FEW = 2  # an itemgetter of one key returns no tuple
 
-
 _NOTHING = Overlap()
 _all_of = attrgetter("all")
 _lower_of = attrgetter("lower")
-
 
 Masks = tuple[int, ...]
 """For each tier the slots that hold the block in it, as a bit mask."""

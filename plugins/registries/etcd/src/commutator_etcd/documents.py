@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import AsyncGenerator
 
-from commutator.contract.registry import Document
+from commutator.contract.registry import Document, Registry, check_document
 from commutator.errors import RegistryError
 from commutator.registry import seal, unseal
 from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged
@@ -26,23 +26,23 @@ _PAUSE_S = (0.1, 0.5)
 """After a failure; by chance, so that not all come back at once."""
 
 
-class EtcdDocuments:
+class EtcdDocuments(Registry):
     """The documents of one cluster. Used from one event loop."""
 
     def __init__(self, client: EtcdClient, keys: Keys) -> None:
         self._client = client
         self._keys = keys
 
-    async def read(self, name: str) -> Document | None:
-        """As ``Registry.read_document``."""
+    async def read_document(self, name: str) -> Document | None:
+        check_document(name)
         stored = await self._client.get(self._keys.document(name))
         if stored is None:
             return None
         version, value = stored.mod_revision, self._unsealed(name, stored)[_MARK_BYTES:]
         return Document(name=name, version=version, value=value)
 
-    async def write(self, name: str, value: bytes, expected: int) -> int | None:
-        """As ``Registry.write_document``."""
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        check_document(name, value)
         key, marked = self._keys.document(name), secrets.token_bytes(_MARK_BYTES) + value
         sealed = seal(key, marked)
         revision = await self._client.change([_is_at(key, expected)], [put(key, sealed)])
@@ -52,21 +52,21 @@ class EtcdDocuments:
         stored = await self._client.get(key)
         return stored.mod_revision if stored is not None and stored.value == sealed else None
 
-    async def delete(self, name: str, expected: int) -> bool:
-        """As ``Registry.delete_document``."""
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        check_document(name)
         key = self._keys.document(name)
         if not expected:
             return False
         return bool(await self._client.change([_is_at(key, expected)], [delete(key)]))
 
-    async def watch(self, name: str) -> AsyncGenerator[Document | None, None]:
-        """As ``Registry.watch_document``."""
+    async def watch_document(self, name: str) -> AsyncGenerator[Document | None, None]:
+        check_document(name)
         key, known = self._keys.document(name), -1
         while True:
             try:
                 # The revision from which on to watch is from before the document is read.
                 revision = (await self._client.list(key)).revision
-                document = await self.read(name)
+                document = await self.read_document(name)
                 version = 0 if document is None else document.version
                 if version != known:
                     known = version

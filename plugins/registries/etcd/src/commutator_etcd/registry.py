@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +17,7 @@ from commutator.contract.registry import (
     CLAIM_TTLS,
     RETIRED,
     Change,
-    Document,
-    Registry,
     WorkerUp,
-    check_document,
 )
 from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
@@ -54,7 +51,7 @@ class _Held:
     holder: LeaseHolder
 
 
-class EtcdRegistry(Registry):
+class EtcdRegistry(EtcdDocuments):
     """Workers in etcd, under the cluster's keys."""
 
     def __init__(self, config: EtcdConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,12 +60,10 @@ class EtcdRegistry(Registry):
             log.warning("etcd is reached without TLS, as registry.insecure allows")
         self._clock = clock
         self._call_timeout_s = config.call_timeout_s
-        self._client = EtcdClient(config)
-        self._keys = Keys(config.cluster)
+        super().__init__(EtcdClient(config), Keys(config.cluster))
         self._held: dict[int, _Held] = {}
         """By the id that ``register`` returned."""
         self._restoring: dict[int, asyncio.Task[None]] = {}
-        self._documents = EtcdDocuments(self._client, self._keys)
         self._view = ClusterView(self._keys)
         jitter = 1 + random.uniform(-_RESYNC_JITTER, _RESYNC_JITTER)  # noqa: S311
         self._follower = Follower(config.resync_s * jitter)
@@ -208,22 +203,6 @@ class EtcdRegistry(Registry):
             if await self._client.change([unchanged(key, stored)], [operation]):
                 return True
         raise RegistryError(f"worker {worker_id}: others are changing it, too; try again")
-
-    async def read_document(self, name: str) -> Document | None:
-        check_document(name)
-        return await self._documents.read(name)
-
-    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
-        check_document(name, value)
-        return await self._documents.write(name, value, expected)
-
-    async def delete_document(self, name: str, *, expected: int) -> bool:
-        check_document(name)
-        return await self._documents.delete(name, expected)
-
-    def watch_document(self, name: str) -> AsyncIterator[Document | None]:
-        check_document(name)
-        return self._documents.watch(name)
 
     def view_age_s(self) -> float | None:
         return self._follower.age_s(self._clock())

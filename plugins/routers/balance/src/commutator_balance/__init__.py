@@ -26,11 +26,13 @@ class BalanceConfig(RouterConfig):
     """These policies have no options."""
 
 
-class RandomChoice(RoutingPolicy):
-    """Any worker, each equally likely."""
-
+class _Balance(RoutingPolicy):
     def __init__(self, config: BalanceConfig) -> None:
         del config
+
+
+class RandomChoice(_Balance):
+    """Any worker, each equally likely."""
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
@@ -43,11 +45,8 @@ class RandomChoice(RoutingPolicy):
         )
 
 
-class LeastLoaded(RoutingPolicy):
+class LeastLoaded(_Balance):
     """The worker with the least work in flight, ties by lot."""
-
-    def __init__(self, config: BalanceConfig) -> None:
-        del config
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
@@ -55,11 +54,8 @@ class LeastLoaded(RoutingPolicy):
         return lightest("least_loaded", request, candidates, rng)
 
 
-class PowerOfTwo(RoutingPolicy):
+class PowerOfTwo(_Balance):
     """Two workers by lot, then the less loaded of them: nearly as even, and never a herd."""
-
-    def __init__(self, config: BalanceConfig) -> None:
-        del config
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
