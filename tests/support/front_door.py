@@ -34,6 +34,7 @@ from commutator.frontend.process import serve_frontend
 from commutator.plugins import PluginHost, installed_plugins
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.dispatcher import Dispatcher
+from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
 from commutator.routing.router import FALLBACK, Route
@@ -156,6 +157,10 @@ class FakeDispatcher:
     def prefill_queues(self) -> dict[str, QueueState]:
         return self.queues
 
+    @property
+    def membership(self) -> FakeDispatcher:
+        return self
+
     def refused_handovers(self) -> list[str]:
         return []
 
@@ -165,8 +170,9 @@ class FakeDispatcher:
     def models_ready(self) -> dict[str, bool]:
         return {MODEL: True}
 
-    def load_peers(self) -> int:
-        return self.peers
+    @property
+    def load(self) -> InFlightLoad:
+        return InFlightLoad(peers=self.peers)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         self.observers.append(observer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -12,7 +13,7 @@ import msgspec
 from commutator.errors import CommutatorError
 from commutator.trust import Gate, Handshake, HandshakeError, Identity
 
-__all__ = ["FrameProtocol", "Versions", "kind_of", "pack", "versions_in"]
+__all__ = ["FrameProtocol", "Questions", "Versions", "kind_of", "pack", "versions_in"]
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
@@ -224,3 +225,38 @@ class FrameProtocol(asyncio.Protocol):
                 waiting.set_result(None)
             else:
                 waiting.set_exception(ConnectionError(problem or "connection closed"))
+
+
+class Questions:
+    """What was asked on a connection, by number, until it is answered. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        """Of the next ones."""
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, send: Callable[[int], None], timeout_s: float) -> Any:
+        """The answer to what ``send`` asks by a number. Raises TimeoutError, or its failure."""
+        number = next(self.numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            send(number)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            self._open.pop(number, None)
+
+    def answer(self, number: int, value: Any) -> None:
+        """The answer has come, for whoever still waits; an exception is raised there."""
+        question = self._open.get(number)
+        if question is None or question.done():
+            return
+        if isinstance(value, Exception):
+            question.set_exception(value)
+        else:
+            question.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """None of them will be answered."""
+        for number in self._open:
+            self.answer(number, error)

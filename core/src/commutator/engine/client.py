@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from types import NoneType
@@ -39,7 +38,7 @@ from commutator.errors import (
     EngineWithoutTiersError,
     RequestError,
 )
-from commutator.frames import FrameProtocol, Versions, kind_of, versions_in
+from commutator.frames import FrameProtocol, Questions, Versions, kind_of, versions_in
 from commutator.trust import (
     ClientGate,
     Right,
@@ -236,8 +235,7 @@ class TokenApiClient(EngineClient):
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
         session = await self._connected()
         try:
-            async with asyncio.timeout(limit_s):
-                return await session.ask(question)
+            return await session.ask(question, limit_s)
         except TimeoutError:
             raise EngineUnavailableError(
                 f"worker at {self.address}: no answer within {limit_s:g} s"
@@ -250,8 +248,7 @@ class _Session:
     def __init__(self, address: str, gate: ClientGate) -> None:
         self._address = address
         self._streams: dict[int, DeltaStream] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
+        self._questions = Questions()
         self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.codec = Codec()
@@ -277,7 +274,7 @@ class _Session:
         self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        key = next(self._numbers)
+        key = next(self._questions.numbers)
 
         def abort() -> None:
             if self._streams.pop(key, None) is not None:
@@ -293,14 +290,10 @@ class _Session:
         self.frames.send(["generate", key, packed])
         return stream
 
-    async def ask(self, question: Sequence[Any]) -> Any:
-        number = next(self._numbers)
-        self._questions[number] = answer = asyncio.get_running_loop().create_future()
-        self.frames.send(["ask", number, *question])
-        try:
-            return await answer
-        finally:
-            self._questions.pop(number, None)
+    async def ask(self, question: Sequence[Any], timeout_s: float) -> Any:
+        return await self._questions.ask(
+            lambda number: self.frames.send(["ask", number, *question]), timeout_s
+        )
 
     async def close(self) -> None:
         for stream in list(self._streams.values()):
@@ -330,22 +323,13 @@ class _Session:
                 if (stream := self._streams.pop(key, None)) is not None:
                     stream.fail(_refusal(str(reason), str(kind)))
             case ["answer", number, value]:
-                self._on_answer(number, value)
+                self._questions.answer(number, value)
             case ["failed", number, reason, kind]:
-                self._on_answer(number, _failure(str(reason), str(kind)))
+                self._questions.answer(number, _failure(str(reason), str(kind)))
             case ["info" | "not_me" as answer, value] if not self.info.done():
                 self._on_hello(answer == "info", value)
             case _ if frame != ["pong"]:
                 log.warning("worker at %s sent an unknown frame %s", self._address, kind_of(frame))
-
-    def _on_answer(self, number: int, value: Any) -> None:
-        answer = self._questions.get(number)
-        if answer is None or answer.done():
-            return
-        if isinstance(value, EngineError):
-            answer.set_exception(value)
-        else:
-            answer.set_result(value)
 
     def _on_hello(self, is_meant: bool, value: Any) -> None:
         if is_meant:
@@ -390,9 +374,9 @@ class _Session:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
-        for future in (self.info, *self._questions.values()):
-            if not future.done():
-                future.set_exception(error)
+        if not self.info.done():
+            self.info.set_exception(error)
+        self._questions.fail(error)
 
 
 def _refusal(reason: str, kind: str) -> Exception:

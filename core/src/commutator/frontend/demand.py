@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from commutator.contract.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.contract.worker import Role
 from commutator.demand import DoorReport, RoleCounts
 from commutator.errors import CommutatorError
-from commutator.frames import FrameProtocol, kind_of
+from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.registry.claims import PLANNER
 from commutator.registry.client import connect
 from commutator.registry.hub import connections
@@ -270,8 +269,7 @@ class PlannerLink:
         self._changed = asyncio.Event()
         self._connection: FrameProtocol | None = None
         self._report_number = 0
-        self._numbers = itertools.count(1)
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions = Questions()
         self._tuned = _Tuned()
 
     def on_claim(self, name: str, address: str) -> None:
@@ -293,7 +291,7 @@ class PlannerLink:
                     self._connection = None
                     self.status = None
                     self._tune(_Tuned(self._tuned.values))  # nobody would end a trial
-                    self._fail_questions()
+                    self._questions.fail(CommutatorError("the connection to the planner was lost"))
 
     async def _connect(
         self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
@@ -311,16 +309,13 @@ class PlannerLink:
             raise CommutatorError(
                 "no planner is acting: the deployment has none, or it is starting"
             )
-        number = next(self._numbers)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        connection.send(["planner", "ask", number, question, argument])
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                return await answer
+            return await self._questions.ask(
+                lambda number: connection.send(["planner", "ask", number, question, argument]),
+                _ANSWER_S,
+            )
         except TimeoutError as error:
             raise CommutatorError(f"the planner did not answer within {_ANSWER_S:g} s") from error
-        finally:
-            self._questions.pop(number, None)
 
     async def _report_until(self, lost: asyncio.Event, connection: FrameProtocol) -> None:
         reported_s, waiting = -_REPORT_EVERY_S, 0
@@ -360,8 +355,7 @@ class PlannerLink:
                 except msgspec.ValidationError as error:
                     log.warning("the planner sent values that are none: %s", error)
             case ["planner", "answer", int(number), value]:
-                if (question := self._questions.get(number)) and not question.done():
-                    question.set_result(value)
+                self._questions.answer(number, value)
             case _:
                 log.warning("the planner sent an unknown frame %s", kind_of(frame))
 
@@ -377,8 +371,3 @@ class PlannerLink:
             self._counter.use_trial(None)
         else:
             self._counter.use_trial(tuned.trial)
-
-    def _fail_questions(self) -> None:
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(CommutatorError("the connection to the planner was lost"))

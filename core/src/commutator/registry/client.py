@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
@@ -26,7 +25,7 @@ from commutator.contract.registry import (
 )
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
-from commutator.frames import FrameProtocol, kind_of
+from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.registry.changes import difference
 from commutator.registry.server import SERVICE
 from commutator.registry.unready import RunState
@@ -84,8 +83,7 @@ class RegistryClient(Registry):
         self._age: tuple[float, float | None] = (0.0, math.inf)
         """When the server last told the age of its view, and that age."""
         self._secret = secret
-        self._numbers = itertools.count(1)
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions = Questions()
         self._asking: FrameProtocol | None = None
         self._connecting = asyncio.Lock()
 
@@ -231,17 +229,13 @@ class RegistryClient(Registry):
 
     async def _ask(self, *question: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         connection = await self._connected()
-        number = next(self._numbers)
-        answer = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
-        connection.send([question[0], number, *question[1:]])
+        name, *arguments = question
         try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
+            return await self._questions.ask(
+                lambda number: connection.send([name, number, *arguments]), timeout_s
+            )
         except TimeoutError as error:
             raise RegistryError(f"registry at {self.address}: no answer") from error
-        finally:
-            self._questions.pop(number, None)
 
     async def _connected(self) -> FrameProtocol:
         """The connection for questions, one for all of them. Raises RegistryError."""
@@ -255,24 +249,17 @@ class RegistryClient(Registry):
     def _on_answer(self, frame: list[Any]) -> None:
         match frame:
             case ["answer", int(number), value]:
-                if (answer := self._questions.get(number)) is not None and not answer.done():
-                    answer.set_result(value)
+                self._questions.answer(number, value)
             case ["failed", int(number), str(message)]:
-                self._fail(number, RegistryError(message))
+                self._questions.answer(number, RegistryError(message))
             case ["taken", int(number), str(worker_id), str(holder)]:
-                self._fail(number, NameTakenError(worker_id, holder))
+                self._questions.answer(number, NameTakenError(worker_id, holder))
             case _:
                 log.warning("registry at %s sent an unknown frame %s", self.address, kind_of(frame))
 
-    def _fail(self, number: int, error: RegistryError) -> None:
-        if (answer := self._questions.get(number)) is not None and not answer.done():
-            answer.set_exception(error)
-
     def _on_lost(self) -> None:
         self._asking = None
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(self._lost())
+        self._questions.fail(self._lost())
 
     def _lost(self) -> RegistryError:
         return RegistryError(f"registry at {self.address}: connection lost")

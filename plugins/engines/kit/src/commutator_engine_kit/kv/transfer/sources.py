@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from attrs import define, field
 
 from commutator.backoff import Backoff
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
-from commutator.frames import FrameProtocol, kind_of
+from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.trust import ClientGate, Right, RunSecret, TlsError, connect, host_and_port
 from commutator_engine_kit.kv.transfer.protocol import (
     SERVICE,
@@ -45,8 +45,7 @@ class Connection:
         self.address = address
         self._gate = ClientGate(SERVICE, secret, expects=Right.SERVE_WORKER)
         self._frames: FrameProtocol | None = None
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
+        self._questions = Questions()
 
     @property
     def connected(self) -> bool:
@@ -80,21 +79,15 @@ class Connection:
 
         Raises EngineUnavailableError without an answer, EngineHandoverError if it is a refusal.
         """
-        answer = asyncio.get_running_loop().create_future()
-        number = self._send(what, arguments)
-        self._questions[number] = answer
         try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
+            return await self._questions.ask(partial(self._send, what, arguments), timeout_s)
         except TimeoutError:
             raise self._unavailable(f"no answer within {timeout_s:g} s") from None
-        finally:
-            self._questions.pop(number, None)
 
     def tell(self, what: str, arguments: Any) -> None:
         """Ask without waiting for the answer. Does nothing when it is not connected."""
         if self._frames is not None:
-            self._send(what, arguments)
+            self._send(what, arguments, next(self._questions.numbers))
 
     async def close(self) -> None:
         """Disconnect, once everything is sent."""
@@ -102,23 +95,17 @@ class Connection:
             self._frames.close()
             self._on_lost(self._frames, "closed")
 
-    def _send(self, what: str, arguments: Any) -> int:
+    def _send(self, what: str, arguments: Any, number: int) -> None:
         if self._frames is None:
             raise self._unavailable("not connected")
-        number = next(self._numbers)
         self._frames.send(["ask", number, what, arguments])
-        return number
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [("answer" | "failed") as kind, int(number), value]:
-                answer = self._questions.get(number)
-                if answer is None or answer.done():
-                    return
-                if kind == "answer":
-                    answer.set_result(value)
-                else:
-                    answer.set_exception(EngineHandoverError(str(value)))
+            case ["answer", int(number), value]:
+                self._questions.answer(number, value)
+            case ["failed", int(number), value]:
+                self._questions.answer(number, EngineHandoverError(str(value)))
             case _:
                 log.warning("exporter at %s: unknown frame %s", self.address, kind_of(frame))
 
@@ -126,10 +113,7 @@ class Connection:
         if self._frames is not frames:
             return
         self._frames = None
-        questions, self._questions = self._questions, {}
-        for answer in questions.values():
-            if not answer.done():
-                answer.set_exception(self._unavailable(f"connection lost ({reason})"))
+        self._questions.fail(self._unavailable(f"connection lost ({reason})"))
 
     def _unavailable(self, what: str) -> EngineUnavailableError:
         return EngineUnavailableError(f"exporter at {self.address}: {what}")
