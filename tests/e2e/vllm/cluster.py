@@ -14,8 +14,7 @@ from tests.support.vllm_server import ask_vllm
 
 from commutator_engine_kit.launching import api_key_at
 from commutator_scaffold.local_cluster import LocalCluster
-from commutator_vllm.client import VllmClient
-from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
+from commutator_vllm.client import TokenApiAddress, VllmClient, VllmTokenClient
 
 __all__ = [
     "CONNECTION",

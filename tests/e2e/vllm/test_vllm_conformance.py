@@ -15,8 +15,8 @@ from commutator.contract.engine import EngineClient
 from commutator.tokenizer.load import load_text_model
 from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import EngineContract
-from commutator_vllm.bodies import COMPLETIONS
 from commutator_vllm.client import VllmClient
+from commutator_vllm.messages import COMPLETIONS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

@@ -18,8 +18,8 @@ from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator_scaffold.local_cluster import LocalCluster
 from commutator_testing.engines import collect, make_request
-from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient
+from commutator_vllm.messages import COMPLETIONS, GENERATE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

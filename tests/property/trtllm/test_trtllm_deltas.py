@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commutator.contract.request import FinishReason, TokenDelta
 from commutator.errors import EngineError
 from commutator_engine_kit.http import FailedAnswerError
-from commutator_trtllm.deltas import DeltaReader
+from commutator_trtllm.messages import DeltaReader
 
 ids = st.lists(st.integers(0, 1 << 20), max_size=4)
 

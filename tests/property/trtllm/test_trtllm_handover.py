@@ -15,9 +15,8 @@ from commutator.contract.request import FinishReason, GenerateRequest, SamplingP
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.engine.protocol import pack_delta, unpack_delta
 from commutator.errors import EngineHandoverError
-from commutator_trtllm.bodies import request_body
-from commutator_trtllm.deltas import DeltaReader
 from commutator_trtllm.handover import WHOLE, ContextFirst, handover_info, request_number
+from commutator_trtllm.messages import DeltaReader, request_body
 
 INT64 = st.integers(-(1 << 63), (1 << 64) - 1)
 NUMBERS = st.integers((1 << 53) + 1, (1 << 63) - 1)

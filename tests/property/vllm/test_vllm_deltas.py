@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commutator.contract.request import FinishReason, TokenDelta
 from commutator.errors import EngineError
 from commutator_engine_kit.http import FailedAnswerError
-from commutator_vllm.deltas import DeltaReader
+from commutator_vllm.messages import DeltaReader
 
 
 def event(value: Any) -> bytes:

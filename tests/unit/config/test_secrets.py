@@ -125,7 +125,7 @@ def test_the_launch_line_shows_no_secret(
     env = server_environment(config, context, {})
     assert env == {"PLAIN": SECRET, "HF_TOKEN": SECRET, "HF_HOME": "/hf"}
     with caplog.at_level(logging.INFO):
-        log_command(context, env, ["serve", "--api-key", SECRET], config.secret_variables)
+        log_command(config, context, env, ["serve", "--api-key", SECRET])
     assert SECRET not in caplog.text
     assert "HF_HOME=/hf" in caplog.text
 

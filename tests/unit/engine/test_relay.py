@@ -29,8 +29,8 @@ from commutator.trust.identity import Kind
 from commutator_engine_kit.http import INSTANCE_HEADER, REFUSED_PATH
 from commutator_engine_kit.launching import api_key_at
 from commutator_engine_kit.relay import SERVICE, RelayServer
-from commutator_vllm.bodies import GENERATE
 from commutator_vllm.client import PATHS, VllmClient
+from commutator_vllm.messages import GENERATE
 
 INFO = EngineInfo(
     kind="vllm", version="1", model="m", max_model_len=64, block_size=16, kv_capacity_blocks=8

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from commutator.contract.engine import ModelConfig
 from commutator_engine_kit import preflight
-from commutator_engine_kit.launching import ServerConfig
+from commutator_engine_kit.launching import PythonServerConfig
 from commutator_engine_kit.preflight import (
     ServerNeeds,
     argument_value,
@@ -24,9 +24,16 @@ GB = 10**9
 
 
 @frozen(kw_only=True)
-class Config(ServerConfig):
+class Config(PythonServerConfig):
     kind: str = "server"
     name: str | None = "s"
+    python: str = sys.executable
+    args: tuple[str, ...] = ()
+    without_gpu: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.without_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +55,7 @@ def model(tmp_path: Path) -> ModelConfig:
 def needs(**changes: Any) -> ServerNeeds:
     """The package pytest stands in for the server: this environment has it."""
     known: dict[str, Any] = {
-        "python": sys.executable, "args": (), "title": "Server", "package": "pytest",
+        "title": "Server", "package": "pytest",
         "distributions": ("no-such-build", "pytest"), "made_by": "make server",
         "without_gpu": "use a CPU build", "oldest": "1.0", "ours": {"--port": "remove it"},
         "context_argument": "--max-len", "parallel_arguments": (("--tp", "-tp"), ("--pp",)),
@@ -57,7 +64,7 @@ def needs(**changes: Any) -> ServerNeeds:
     return ServerNeeds(**known | changes)
 
 
-def problems(model: ModelConfig, config: ServerConfig | None = None, **changes: Any) -> list[str]:
+def problems(model: ModelConfig, config: Config | None = None, **changes: Any) -> list[str]:
     return list(server_problems(config or Config(), model, needs(**changes)))
 
 
@@ -70,22 +77,22 @@ def weights(model: ModelConfig, size_bytes: int) -> None:
 def test_what_can_be_launched_has_no_problems(model: ModelConfig) -> None:
     assert problems(model) == []
     assert list(server_warnings(Config(), needs())) == []
-    assert problems(evolve(model, max_model_len=4096), args=("--max-len=4096",)) == []
+    assert problems(evolve(model, max_model_len=4096), Config(args=("--max-len=4096",))) == []
 
 
 def test_the_environment(model: ModelConfig, tmp_path: Path) -> None:
-    (there_is_none,) = problems(model, python="/no/such/python")
+    (there_is_none,) = problems(model, Config(python="/no/such/python"))
     assert there_is_none.startswith("python: there is no /no/such/python; run `make server`")
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
     broken.chmod(0o755)
-    (cannot,) = problems(model, python=str(broken))
+    (cannot,) = problems(model, Config(python=str(broken)))
     assert f"python: {broken} cannot be run: it is broken; run `make server`" in cannot
     (lacks,) = problems(model, package="no_such_server")
     assert lacks.startswith(f"python: {sys.executable} has no Server; run `make server`")
     (old,) = server_warnings(Config(), needs(oldest="9999.1"))
     assert "is older than 9999.1, the oldest that is tested" in old
-    (ours,) = problems(model, args=("--port=1",))
+    (ours,) = problems(model, Config(args=("--port=1",)))
     assert ours == "args: --port is set by Commutator; remove it"
 
 
@@ -103,7 +110,7 @@ def test_devices(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     of_gpus: Any = {"distributions": ("pytest",)}
     (without,) = problems(model, **of_gpus)
     assert "is for NVIDIA GPUs, and this machine has none; use a CPU build" in without
-    assert problems(model, **of_gpus, on_cpu=True) == []
+    assert problems(model, Config(without_gpu=True), **of_gpus) == []
     (no_gpu,) = problems(model, Config(gpus=(0,)))
     assert no_gpu == "gpus: there is no GPU 0; this machine has none"
     monkeypatch.setattr(preflight, "gpu_memory_bytes", lambda: (80 * GB, 80 * GB))
@@ -129,7 +136,7 @@ def test_weights_that_fit_nowhere(model: ModelConfig, monkeypatch: pytest.Monkey
         "or a smaller model"
     )
     for args in (("--tp", "2"), ("-tp=2",), ("--pp=2",), ("--quantization=fp8",)):
-        assert problems(model, args=args) == [], args
+        assert problems(model, Config(args=args)) == [], args
     (Path(model.source) / "model.safetensors").unlink()
     (none,) = problems(model)
     assert none == f"model: {model.source} has no weights: no *.safetensors or *.bin file"
@@ -141,7 +148,7 @@ def test_a_context_that_the_model_does_not_have(model: ModelConfig) -> None:
         "model: max_model_len 8192 is more than the 4,096 tokens that the model is made for; "
         "Server would refuse to start"
     )
-    (argument,) = problems(evolve(model, max_model_len=8192), args=("--max-len", "9000"))
+    (argument,) = problems(evolve(model, max_model_len=8192), Config(args=("--max-len", "9000")))
     assert argument.startswith("args: --max-len 9000 is more than the 4,096")
     file = Path(model.source) / "config.json"
     file.write_text(json.dumps({"max_position_embeddings": 4096, "rope_scaling": {"factor": 4}}))
@@ -153,7 +160,7 @@ def test_nixl_where_a_hand_over_needs_it(
 ) -> None:
     bare = preflight.Environment(packages=frozenset({"pytest"}), versions={"no-such-build": None})
     monkeypatch.setattr(preflight, "_look", lambda *_: bare)
-    (missing,) = problems(model, nixl_for="role")
+    (missing,) = problems(model, Config(role="prefill"))
     assert missing.startswith(f"role: NIXL is not installed beside {sys.executable}; run `make")
     assert problems(model) == []
 

@@ -17,9 +17,6 @@ from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, 
 from commutator.errors import EngineError, EngineHandoverError, RequestError
 from commutator_engine_kit.completions import ModelList
 from commutator_engine_kit.http import FailedAnswerError, message_of
-from commutator_sglang.api import KvEvents, Loads, ModelInfo, RankLoad, ServerInfo
-from commutator_sglang.bodies import request_body
-from commutator_sglang.deltas import DeltaReader
 from commutator_sglang.discovery import (
     engine_info,
     engine_load,
@@ -27,6 +24,15 @@ from commutator_sglang.discovery import (
     private_event_source,
 )
 from commutator_sglang.handover import RoomHandover, room_of
+from commutator_sglang.messages import (
+    DeltaReader,
+    KvEvents,
+    Loads,
+    ModelInfo,
+    RankLoad,
+    ServerInfo,
+    request_body,
+)
 
 SERVER = ServerInfo("0.5.23", 16, 4096, 2042)
 REQUEST = GenerateRequest(

@@ -12,7 +12,7 @@ from commutator import Constraint
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator_engine_kit.completions import request_headers
-from commutator_trtllm.bodies import check_forwarded, request_body
+from commutator_trtllm.messages import check_forwarded, request_body
 
 EVERYTHING = SamplingParams(
     max_tokens=9,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.trtllm.kv_executor import RequestData
 
-from commutator_trtllm.connector_metadata import ConnectorMetadata, Load
-from commutator_trtllm.kv_scheduler import TierScheduler
+from commutator_trtllm.kv_scheduler import ConnectorMetadata, Load, TierScheduler
 from commutator_trtllm.kv_staging import Stage
 
 SIZE = 4

@@ -10,7 +10,7 @@ from attrs import evolve
 from commutator import AdapterIdentity, Constraint
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body, request_headers
+from commutator_vllm.messages import COMPLETIONS, GENERATE, request_body, request_headers
 
 REQUEST = GenerateRequest(
     request_id="r1",

@@ -22,8 +22,8 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient
+from commutator_vllm.messages import COMPLETIONS, GENERATE
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4)

@@ -15,14 +15,15 @@ from commutator.config.load import load_config
 from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig, NodeGroup
 from commutator.errors import ConfigError
 from commutator_dram.tier import DramConfig
+from commutator_engine_kit import preflight
 from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_engine_kit.model_files import directory_for
 from commutator_vllm import launch
+from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
 from commutator_vllm.token_api import LISTEN_AT
-from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 
 CONFIG = VllmConfig(kind="vllm")
 
@@ -108,7 +109,7 @@ def test_the_ranks_of_a_server_over_several_nodes(context: LaunchContext, python
 def test_arguments_have_to_fit_the_number_of_nodes(
     monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], problem: str | None
 ) -> None:
-    monkeypatch.setattr(launch, "server_problems", lambda *_: ())  # of the machine
+    monkeypatch.setattr(preflight, "_server_problems", lambda *_: ())  # of the machine
     config = evolve(CONFIG, python=sys.executable, args=args, nodes=2)
     found = list(launch.problems(config, ModelConfig(name="m", source="m"), ()))
     assert found == [] if problem is None else any(problem in one for one in found), found

@@ -26,8 +26,8 @@ from commutator.errors import (
 from commutator.launcher.ports import free_ports
 from commutator_engine_kit.server import TokenApiServer
 from commutator_testing.engines import collect, make_request
+from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.token_api import LISTEN_AT, TokenApi
-from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.token_engine import AsyncEngine, Outputs, VllmTokenEngine
 
 INFO = EngineInfo(

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -31,7 +31,9 @@ from commutator.contract.settings import NonNegativeInt, Secret, setting
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EventSource
 from commutator.errors import ConfigError
+from commutator.tokenizer import locate_model
 from commutator.trust import is_loopback, secret_of_this_process
+from commutator_engine_kit.model_files import start_command
 
 __all__ = [
     "RANKS_ON_LOOPBACK",
@@ -39,10 +41,13 @@ __all__ = [
     "KeyedServerConfig",
     "LaunchModule",
     "NodeGroup",
+    "PythonServerConfig",
     "ServerConfig",
     "ServerConnector",
     "api_key_at",
     "argument_names",
+    "compact_json",
+    "event_settings",
     "event_sockets",
     "gpus_of",
     "log_command",
@@ -52,7 +57,9 @@ __all__ = [
     "python_at",
     "revealed",
     "server_environment",
+    "server_plan",
     "warn_of_unused_tiers",
+    "with_defaults",
     "write_tiers",
 ]
 
@@ -119,11 +126,6 @@ class ServerConfig(EngineConfig):
     )
 
     @property
-    def secret_variables(self) -> frozenset[str]:
-        """The variables in `env` whose values are secrets."""
-        return frozenset(name for name, value in self.env.items() if isinstance(value, Secret))
-
-    @property
     def where(self) -> str:
         """Names the entry in errors."""
         return f"engine {self.name or self.kind}"
@@ -155,6 +157,24 @@ class KeyedServerConfig(ServerConfig):
         if self.kv_events is None:
             return None
         return EventSource(endpoint=self.kv_events, replay_endpoint=self.kv_events_replay)
+
+
+@frozen(kw_only=True)
+class PythonServerConfig(KeyedServerConfig):
+    """Servers that the Python of an environment of their own runs."""
+
+    python: str
+    args: tuple[str, ...]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the options say that it runs without a GPU."""
+        return False
+
+    @property
+    def needs_nixl(self) -> bool:
+        """Whether its `role` makes it hand KV over by NIXL."""
+        return self.role != "both"
 
 
 ConfigT = TypeVar("ConfigT", bound=KeyedServerConfig)
@@ -256,16 +276,27 @@ def revealed(env: Mapping[str, str | Secret]) -> dict[str, str]:
     }
 
 
-def log_command(
+def server_plan(
+    config: ServerConfig,
     context: LaunchContext,
-    env: Mapping[str, str],
     command: Sequence[str],
-    secrets: Collection[str] = (),
+    env: Mapping[str, str],
+    address: str,
+) -> LaunchPlan:
+    """The plan of a server, whose command line it logs. A GGUF file is converted before."""
+    log_command(config, context, env, command)
+    argv = start_command(locate_model(context.model.source), command)
+    return LaunchPlan(argv=argv, address=address, env=env)
+
+
+def log_command(
+    config: ServerConfig, context: LaunchContext, env: Mapping[str, str], command: Sequence[str]
 ) -> None:
     """Log a server's command line, so that it can be run by hand, without the values of secrets.
 
-    Secrets are the variables ``secrets``, and every variable and argument named like one.
+    Secrets are those in `env`, and every variable and argument named like one.
     """
+    secrets = {name for name, value in config.env.items() if isinstance(value, Secret)}
     known = {name: HIDDEN if name in secrets else value for name, value in env.items()}
     variables = (f"{name}={value}" for name, value in sorted(hidden_values(known).items()))
     shown = [*variables, *hidden_arguments(command)]
@@ -298,6 +329,24 @@ def event_sockets(context: LaunchContext) -> tuple[str, str] | None:
         return None
     events, replay = (f"ipc://{path}" for path in paths)
     return events, replay
+
+
+def event_settings(endpoint: str, replay_endpoint: str, **more: object) -> str:
+    """The value of `--kv-events-config`: where a server publishes KV events, over ZMQ."""
+    ends = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    return compact_json({"publisher": "zmq", **ends, **more})
+
+
+def compact_json(value: object) -> str:
+    """An argument's value, as JSON."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def with_defaults(ours: Mapping[str, str], args: Sequence[str]) -> tuple[str, ...]:
+    """Those of our arguments that `args` does not set, then `args`; an empty value is a flag's."""
+    given = {argument.partition("=")[0] for argument in args}
+    added = [(name, value) for name, value in ours.items() if name not in given]
+    return (*(part for pair in added for part in pair if part), *args)
 
 
 def argument_names(args: Sequence[str], ours: Mapping[str, str], where: str) -> set[str]:
@@ -336,9 +385,9 @@ def write_tiers(context: LaunchContext) -> Path:
     return file
 
 
-def missing_plugin(python: str, distribution: str, made_by: str) -> str | None:
-    """The problem if that environment lacks the plugin; the command ``made_by`` installs it."""
-    package = distribution.replace("-", "_")
+def missing_plugin(path: str, distribution: str, made_by: str) -> str | None:
+    """The problem if that Python lacks the plugin; the command ``made_by`` installs it."""
+    package, python = distribution.replace("-", "_"), Path(path).expanduser().absolute()
     look = f"import sys; from importlib.util import find_spec; sys.exit(not find_spec({package!r}))"
     if not subprocess.run([python, "-c", look], check=False).returncode:  # noqa: S603
         return None

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from attrs import frozen
 from commutator.contract.engine import ModelConfig
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
-from commutator_engine_kit.launching import ServerConfig, argument_names, python_at, revealed
+from commutator_engine_kit.launching import PythonServerConfig, argument_names, python_at, revealed
 from commutator_engine_kit.model_files import directory_for
 
 __all__ = [
@@ -60,12 +60,8 @@ print(json.dumps([
 
 @frozen(kw_only=True)
 class ServerNeeds:
-    """What the servers of one entry need in the environment of the option `python`."""
+    """What an engine's servers need in the environment of the option `python`."""
 
-    python: str
-    """The option."""
-    args: Sequence[str]
-    """The option with the server's arguments."""
     title: str
     """The engine's name for people."""
     package: str
@@ -86,10 +82,19 @@ class ServerNeeds:
     """The names of each argument by which the number of GPUs of one server is multiplied."""
     shrinking_arguments: tuple[str, ...]
     """Arguments with which weights take less memory than their files, or are nowhere as files."""
-    on_cpu: bool = False
-    """Whether the options say that it runs without a GPU."""
-    nixl_for: str | None = None
-    """What NIXL is needed for, as an option; None: nothing."""
+
+    def gpus_of_one(self, args: Sequence[str]) -> int:
+        """How many GPUs a server with these arguments uses."""
+        gpus = 1
+        for names in self.parallel_arguments:
+            values = [argument_value(args, name) for name in names]
+            gpus *= next((int(value) for value in values if value and value.isdigit()), 1)
+        return gpus
+
+    @property
+    def advice(self) -> str:
+        """What to do about a Python that lacks the server."""
+        return f"run `{self.made_by}`, or set `python` to that of the environment that has it"
 
 
 @frozen(kw_only=True)
@@ -101,34 +106,51 @@ class Environment:
     """By distribution."""
 
 
-def server_problems(config: ServerConfig, model: ModelConfig, needs: ServerNeeds) -> Iterator[str]:
+def server_problems(
+    config: PythonServerConfig,
+    model: ModelConfig,
+    needs: ServerNeeds,
+    checks: Sequence[Callable[[], object]] = (),
+) -> Iterator[str]:
     """Why a server cannot be launched here, in the form of ``EngineConnector.problems``.
 
-    ``config`` has no `url`.
+    ``config`` has no `url`. ``checks``, which raise ConfigError, are made if nothing else is wrong.
     """
+    found = list(_server_problems(config, model, needs))
+    yield from found
+    for check in () if found else checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _server_problems(
+    config: PythonServerConfig, model: ModelConfig, needs: ServerNeeds
+) -> Iterator[str]:
     try:
-        argument_names(needs.args, needs.ours, config.where)
-        python = python_at(needs.python, _advice(needs), config.where)
+        argument_names(config.args, needs.ours, config.where)
+        python = python_at(config.python, needs.advice, config.where)
         variables = revealed(config.env)
     except ConfigError as error:
         yield from error.problems
         return
     found = _environment(python, needs, variables)
     if isinstance(found, str):
-        yield f"python: {python} cannot be run: {found}; {_advice(needs)}"
+        yield f"python: {python} cannot be run: {found}; {needs.advice}"
         return
     if needs.package not in found.packages:
-        yield f"python: {python} has no {needs.title}; {_advice(needs)}"
+        yield f"python: {python} has no {needs.title}; {needs.advice}"
         return
-    if needs.nixl_for is not None and not found.packages & {"nixl", "nixl_cu12", "nixl_cu13"}:
-        yield f"{needs.nixl_for}: NIXL is not installed beside {python}; {_advice(needs)}"
+    if config.needs_nixl and not found.packages & {"nixl", "nixl_cu12", "nixl_cu13"}:
+        yield f"role: NIXL is not installed beside {python}; {needs.advice}"
     yield from _device_problems(config, needs, found)
     yield from _model_problems(config, model, needs)
 
 
-def server_warnings(config: ServerConfig, needs: ServerNeeds) -> Iterator[str]:
+def server_warnings(config: PythonServerConfig, needs: ServerNeeds) -> Iterator[str]:
     """What may go wrong with a server that ``server_problems`` finds possible."""
-    python = python_at(needs.python, _advice(needs), config.where)
+    python = python_at(config.python, needs.advice, config.where)
     found = _environment(python, needs, revealed(config.env))
     if isinstance(found, str):
         return
@@ -136,12 +158,8 @@ def server_warnings(config: ServerConfig, needs: ServerNeeds) -> Iterator[str]:
         if _numbers(version) < _numbers(needs.oldest):
             yield (
                 f"python: {needs.title} {version} is older than {needs.oldest}, the oldest that is "
-                f"tested; {_advice(needs)}"
+                f"tested; {needs.advice}"
             )
-
-
-def _advice(needs: ServerNeeds) -> str:
-    return f"run `{needs.made_by}`, or set `python` to that of the environment that has it"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -154,13 +172,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _device_problems(config: ServerConfig, needs: ServerNeeds, found: Environment) -> Iterator[str]:
+def _device_problems(
+    config: PythonServerConfig, needs: ServerNeeds, found: Environment
+) -> Iterator[str]:
     memory = gpu_memory_bytes()
     if memory is None:
         return
     version = found.versions[needs.distributions[0]]
     for_nvidia = version is not None and "+" not in version  # others name their build there
-    if not memory and for_nvidia and not needs.on_cpu:
+    if not memory and for_nvidia and not config.on_cpu:
         yield (
             f"python: {needs.title} {version} is for NVIDIA GPUs, and this machine has none; "
             f"{needs.without_gpu}"
@@ -171,8 +191,10 @@ def _device_problems(config: ServerConfig, needs: ServerNeeds, found: Environmen
             yield f"gpus: there is no GPU {number}; this machine has {there}"
 
 
-def _model_problems(config: ServerConfig, model: ModelConfig, needs: ServerNeeds) -> Iterator[str]:
-    args = needs.args
+def _model_problems(
+    config: PythonServerConfig, model: ModelConfig, needs: ServerNeeds
+) -> Iterator[str]:
+    args = config.args
     try:
         source = locate_model(model.source)
     except ConfigError:
@@ -201,13 +223,12 @@ def _model_problems(config: ServerConfig, model: ModelConfig, needs: ServerNeeds
         yield from _memory_problems(config, needs, weights_bytes)
 
 
-def _memory_problems(config: ServerConfig, needs: ServerNeeds, weights_bytes: int) -> Iterator[str]:
+def _memory_problems(
+    config: PythonServerConfig, needs: ServerNeeds, weights_bytes: int
+) -> Iterator[str]:
     memory = gpu_memory_bytes()
-    if memory and not needs.on_cpu:
-        each = 1
-        for names in needs.parallel_arguments:
-            values = [argument_value(needs.args, name) for name in names]
-            each *= next((int(value) for value in values if value and value.isdigit()), 1)
+    if memory and not config.on_cpu:
+        each = needs.gpus_of_one(config.args)
         if weights_bytes > (total := each * max(memory)):
             yield (
                 f"model: its weights of {size_text(weights_bytes)} are more than the "

@@ -26,9 +26,6 @@ from commutator_engine_kit.http import (
     HttpServer,
 )
 from commutator_engine_kit.launching import HttpRelay
-from commutator_sglang.api import Loads, ModelInfo, ServerInfo
-from commutator_sglang.bodies import ABORT, GENERATE, request_body
-from commutator_sglang.deltas import DeltaReader
 from commutator_sglang.discovery import (
     UNIX_SOCKET,
     engine_info,
@@ -36,6 +33,15 @@ from commutator_sglang.discovery import (
     private_event_source,
 )
 from commutator_sglang.handover import ANSWER_WITHIN_S
+from commutator_sglang.messages import (
+    ABORT,
+    GENERATE,
+    DeltaReader,
+    Loads,
+    ModelInfo,
+    ServerInfo,
+    request_body,
+)
 
 __all__ = ["PATHS", "SglangClient"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from attrs import frozen
 
 from commutator import setting
-from commutator_engine_kit.launching import KeyedServerConfig, only_to_launch
+from commutator_engine_kit.launching import PythonServerConfig, only_to_launch
 
-__all__ = ["SglangConfig"]
+__all__ = ["TRANSFER", "SglangConfig"]
+
+TRANSFER = "--disaggregation-transfer-backend"
 
 
 @frozen(kw_only=True)
-class SglangConfig(KeyedServerConfig):
+class SglangConfig(PythonServerConfig):
     """A running SGLang server at `url`, or servers to launch when there is no `url`."""
 
     python: str = setting(
@@ -24,3 +26,12 @@ class SglangConfig(KeyedServerConfig):
         (),
         validator=only_to_launch,
     )
+
+    @property
+    def on_cpu(self) -> bool:
+        return "--device cpu" in " ".join(self.args).replace("=", " ")
+
+    @property
+    def needs_nixl(self) -> bool:
+        has_own = any(arg.partition("=")[0] == TRANSFER for arg in self.args)
+        return super().needs_nixl and not has_own

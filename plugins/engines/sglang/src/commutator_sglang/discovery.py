@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 from attrs import evolve
 
-from commutator import EngineInfo, EngineLoad, EventSource, OptionType, RequestOption
+from commutator import (
+    EngineInfo,
+    EngineLoad,
+    EventSource,
+    KvTransferInfo,
+    OptionType,
+    RequestOption,
+)
 from commutator.errors import EngineError
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
-from commutator_sglang.api import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
-from commutator_sglang.handover import handover_info
+from commutator_sglang.messages import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
 
 __all__ = ["UNIX_SOCKET", "engine_info", "engine_load", "event_source", "private_event_source"]
 
@@ -55,7 +63,7 @@ def engine_info(
         constraints=CONSTRAINTS,
         adapters=True,
         request_options=_OPTIONS,
-        handover=handover_info(url, server, model.served_model_name),
+        handover=_handover(url, server, model.served_model_name),
         computes_prompts=server.disaggregation_mode != "decode",
     )
 
@@ -96,6 +104,21 @@ def private_event_source(server: ServerInfo) -> EventSource | None:
         return None
     return EventSource(
         endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, topic=config.topic
+    )
+
+
+def _handover(url: str, server: ServerInfo, model: str) -> KvTransferInfo | None:
+    """How a server hands KV over; None when it does not. Sizes SGLang does not report are 0."""
+    if server.disaggregation_mode not in {"prefill", "decode"}:
+        return None
+    host, port = urlsplit(url).hostname, server.disaggregation_bootstrap_port
+    return KvTransferInfo(
+        protocol=f"sglang-{server.disaggregation_transfer_backend}",
+        identity=f"{model} SGLang {server.version} {server.dtype} {server.kv_cache_dtype}",
+        block_size=server.page_size,
+        token_bytes=0,
+        tensor_parallel_size=server.tp_size,
+        address=None if port is None else f"{host}:{port}",
     )
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from attrs import evolve
 
-from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
+from commutator import GenerateRequest, HandoverRequest, HandoverStyle
 from commutator.errors import EngineHandoverError
-from commutator_sglang.api import ServerInfo
 
-__all__ = ["ANSWER_WITHIN_S", "RoomHandover", "handover_info", "room_of"]
+__all__ = ["ANSWER_WITHIN_S", "RoomHandover", "room_of"]
 
 ANSWER_WITHIN_S = "answer_within_s"
 """Our own parameter: seconds that the decode server may take to start. Not sent to SGLang."""
@@ -65,18 +63,3 @@ def room_of(handover_id: str, ranks: int, rank: int) -> int:
     drawn = int.from_bytes(digest[:8], "big") >> (64 - _ROOM_BITS)
     room = drawn - drawn % ranks + rank
     return room if room < 1 << _ROOM_BITS else room - ranks
-
-
-def handover_info(url: str, server: ServerInfo, model: str) -> KvTransferInfo | None:
-    """How a server hands KV over; None when it does not. Sizes SGLang does not report are 0."""
-    if server.disaggregation_mode not in {"prefill", "decode"}:
-        return None
-    host, port = urlsplit(url).hostname, server.disaggregation_bootstrap_port
-    return KvTransferInfo(
-        protocol=f"sglang-{server.disaggregation_transfer_backend}",
-        identity=f"{model} SGLang {server.version} {server.dtype} {server.kv_cache_dtype}",
-        block_size=server.page_size,
-        token_bytes=0,
-        tensor_parallel_size=server.tp_size,
-        address=None if port is None else f"{host}:{port}",
-    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from attrs import evolve
@@ -17,41 +17,30 @@ from commutator_engine_kit.launching import (
     RANKS_ON_LOOPBACK,
     api_key_at,
     argument_names,
+    compact_json,
+    event_settings,
     event_sockets,
-    log_command,
     missing_plugin,
     python_at,
     server_environment,
+    server_plan,
+    with_defaults,
     write_tiers,
 )
-from commutator_engine_kit.model_files import directory_for, start_command
+from commutator_engine_kit.model_files import directory_for
 from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
-from commutator_sglang.config import SglangConfig
+from commutator_sglang.config import TRANSFER, SglangConfig
 
 __all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
 log = logging.getLogger(__name__)
 
-_OLDEST = "0.5.23"
 _SERVER = ("-m", "sglang.launch_server")
-_OURS = dict.fromkeys(
-    (
-        "--host",
-        "--port",
-        "--model-path",
-        "--model",
-        "--served-model-name",
-        "--skip-tokenizer-init",
-        "--api-key",
-    ),
-    "remove it",
-)
 _CONFIG = "--config"
 # What works without an accelerator; SGLang's own defaults differ.
 _ON_CPU = {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 _DISAGGREGATION = "--disaggregation-mode"
-_TRANSFER = "--disaggregation-transfer-backend"
 _BOOTSTRAP_PORT = "--disaggregation-bootstrap-port"
 _EVENTS_AT_PORTS = {
     *("--data-parallel-size", "--dp-size", "--dp", "--attn-dp-size", "--load-publish-endpoint"),
@@ -65,54 +54,47 @@ _PAGE_TOKENS = "64"
 """SGLang's default page may be a single token, too little for a block."""
 
 
+_NEEDS = ServerNeeds(
+    title="SGLang",
+    package="sglang",
+    distributions=("sglang",),  # it serves GPUs and CPUs; without a GPU, `on_cpu` decides
+    made_by="make sglang",
+    without_gpu="add --device=cpu to `args`",
+    oldest="0.5.23",
+    ours=dict.fromkeys(
+        (
+            *("--host", "--port", "--model-path", "--model", "--served-model-name"),
+            *("--skip-tokenizer-init", "--api-key"),
+        ),
+        "remove it",
+    ),
+    context_argument="--context-length",
+    parallel_arguments=(
+        ("--tp-size", "--tp", "--tensor-parallel-size"),
+        ("--pp-size", "--pp", "--pipeline-parallel-size"),
+    ),
+    shrinking_arguments=("--quantization", "--load-format", "--cpu-offload-gb"),
+)
+
+
 def problems(
     config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
 ) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    found = list(server_problems(config, model, _needs(config)))
-    yield from found
-    if tiers and not found:
-        try:
-            _check_tiers(config, str(Path(config.python).expanduser().absolute()))
-        except ConfigError as error:
-            yield from error.problems
+    checks = [partial(_check_tiers, config)] if tiers else []
+    return server_problems(config, model, _NEEDS, checks)
 
 
 def warnings(config: SglangConfig) -> Iterator[str]:
     """As ``EngineConnector.warnings``, likewise."""
-    return server_warnings(config, _needs(config))
-
-
-def _needs(config: SglangConfig) -> ServerNeeds:
-    own_transfer = _TRANSFER in {argument.partition("=")[0] for argument in config.args}
-    return ServerNeeds(
-        python=config.python,
-        args=config.args,
-        title="SGLang",
-        package="sglang",
-        distributions=("sglang",),
-        made_by="make sglang",
-        without_gpu="add --device=cpu to `args`",
-        oldest=_OLDEST,
-        ours=_OURS,
-        context_argument="--context-length",
-        parallel_arguments=(
-            ("--tp-size", "--tp", "--tensor-parallel-size"),
-            ("--pp-size", "--pp", "--pipeline-parallel-size"),
-        ),
-        shrinking_arguments=("--quantization", "--load-format", "--cpu-offload-gb"),
-        # One distribution serves GPUs and CPUs; without a GPU, `_on_cpu` decides.
-        on_cpu=_on_cpu(config),
-        nixl_for=None if config.role == "both" or own_transfer else "role",
-    )
+    return server_warnings(config, _NEEDS)
 
 
 def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
-    advice = "run `make sglang`, or set `python` to that of the environment that has SGLang"
-    python = python_at(config.python, advice, config.where)
+    python = python_at(config.python, _NEEDS.advice, config.where)
     if context.tiers:
-        _check_tiers(config, python)
+        _check_tiers(config)
     source = locate_model(context.model.source)
     if config.role == "prefill" and context.kv_host != context.host:
         # Its bootstrap server, which decode servers ask for the KV, listens where its own does.
@@ -127,13 +109,12 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         # Where its sockets for hand-overs listen.
         "SGLANG_HOST_IP": context.kv_host,
         **_rendezvous(config, context),
-        **(_CPU_ENV if _on_cpu(config) else {}),
+        **(_CPU_ENV if config.on_cpu else {}),
     }
     env = server_environment(config, context, defaults)
     address = f"http://{context.advertise}:{context.port}"
     command = (*command, *_key_arguments(config, context, address))
-    log_command(context, env, command, config.secret_variables)
-    return LaunchPlan(argv=start_command(source, command), address=address, env=env)
+    return server_plan(config, context, command, env, address)
 
 
 def _rendezvous(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
@@ -141,7 +122,7 @@ def _rendezvous(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
 
     PyTorch's store for it would listen at every interface, and asks nobody for a proof.
     """
-    given = argument_names(config.args, _OURS, config.where)
+    given = argument_names(config.args, _NEEDS.ours, config.where)
     if given & {"--nnodes", "--dist-init-addr", "--nccl-init-addr", _CONFIG}:
         return {}
     file = context.state_dir.absolute() / "rendezvous"
@@ -161,7 +142,7 @@ def _key_arguments(config: SglangConfig, context: LaunchContext, address: str) -
     key = api_key_at(address)
     if key is None:
         return ()
-    if _CONFIG in argument_names(config.args, _OURS, config.where):
+    if _CONFIG in argument_names(config.args, _NEEDS.ours, config.where):
         log.warning(
             "%s: `args` name a %s file, so Commutator cannot give the server an API key: every "
             "user of this machine can use it",
@@ -179,44 +160,39 @@ def server_arguments(
     config: SglangConfig, context: LaunchContext, directory: Path
 ) -> tuple[str, ...]:
     """Our default arguments that `args` does not set, followed by `args`."""
-    given = argument_names(config.args, _OURS, config.where)
+    given = argument_names(config.args, _NEEDS.ours, config.where)
     ports = free_ports(context.host, 3)
     added = {
         "--host": context.host,
         "--port": str(context.port),
         "--model-path": str(directory),
         "--served-model-name": context.model.name,
-        **(_ON_CPU if _on_cpu(config) else {}),
+        **(_ON_CPU if config.on_cpu else {}),
     }
     if context.model.max_model_len is not None:
         added["--context-length"] = str(context.model.max_model_len)
     if "--disable-radix-cache" not in given:
         sockets = None if given & _EVENTS_AT_PORTS else event_sockets(context)
         at_ports = (f"tcp://{context.host}:{port}" for port in ports[:2])
-        added["--kv-events-config"] = _events(*(sockets or at_ports))
+        # With a host instead of "*", SGLang would connect to it if `bind` were not set.
+        added["--kv-events-config"] = event_settings(*(sockets or at_ports), bind=True)
     if context.tiers:
         added |= _tier_arguments(context)
     if config.role != "both":
-        added |= {_DISAGGREGATION: config.role, _TRANSFER: "nixl"}
+        added |= {_DISAGGREGATION: config.role, TRANSFER: "nixl"}
         if config.role == "prefill":
             added[_BOOTSTRAP_PORT] = str(ports[2])
-        if _on_cpu(config):
+        if config.on_cpu:
             added["--disable-overlap-schedule"] = ""
-    flags = ["--incremental-streaming-output"]
     if "--enable-priority-scheduling" not in given:
-        flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
-    arguments = [
-        argument
-        for name, value in added.items()
-        if name not in given
-        for argument in ((name, value) if value else (name,))
-    ]
-    return (*arguments, *(flag for flag in flags if flag not in given), *config.args)
+        flags = ("--enable-priority-scheduling", "--schedule-low-priority-values-first")
+        added |= dict.fromkeys(flags, "")
+    return with_defaults({**added, "--incremental-streaming-output": ""}, config.args)
 
 
-def _check_tiers(config: SglangConfig, python: str) -> None:
+def _check_tiers(config: SglangConfig) -> None:
     """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
-    problem, given = None, argument_names(config.args, _OURS, config.where)
+    problem, given = None, argument_names(config.args, _NEEDS.ours, config.where)
     if config.role != "both":
         problem = f"a server with role {config.role} cannot use them; remove one"
     elif _BACKEND in given or _OPTIONS in given:
@@ -224,7 +200,7 @@ def _check_tiers(config: SglangConfig, python: str) -> None:
     elif "--disable-radix-cache" in given:
         problem = "they have no use with --disable-radix-cache; remove one"
     else:
-        problem = missing_plugin(python, "commutator-sglang", "make sglang")
+        problem = missing_plugin(config.python, "commutator-sglang", _NEEDS.made_by)
     if problem is not None:
         raise ConfigError([f"tiers: {problem}"], config.where)
 
@@ -243,21 +219,6 @@ def _tier_arguments(context: LaunchContext) -> dict[str, str]:
     return {
         "--enable-hierarchical-cache": "",
         _BACKEND: "dynamic",
-        _OPTIONS: json.dumps(options, separators=(",", ":")),
+        _OPTIONS: compact_json(options),
         "--page-size": _PAGE_TOKENS,
     }
-
-
-def _on_cpu(config: SglangConfig) -> bool:
-    return "--device cpu" in " ".join(config.args).replace("=", " ")
-
-
-def _events(endpoint: str, replay_endpoint: str) -> str:
-    # With a host instead of "*", SGLang would connect to it if `bind` were not set.
-    events = {
-        "publisher": "zmq",
-        "endpoint": endpoint,
-        "replay_endpoint": replay_endpoint,
-        "bind": True,
-    }
-    return json.dumps(events, separators=(",", ":"))

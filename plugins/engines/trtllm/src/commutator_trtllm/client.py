@@ -20,8 +20,13 @@ from commutator.errors import (
 )
 from commutator_engine_kit.completions import request_headers
 from commutator_engine_kit.http import FailedAnswerError, HttpAnswer, HttpEngineClient, HttpServer
-from commutator_trtllm.bodies import COMPLETIONS, check_forwarded, hands_over, request_body
-from commutator_trtllm.deltas import DeltaReader
+from commutator_trtllm.messages import (
+    COMPLETIONS,
+    DeltaReader,
+    check_forwarded,
+    hands_over,
+    request_body,
+)
 
 __all__ = ["INFO", "LOAD", "SidecarInfo", "TrtllmClient"]
 

@@ -12,8 +12,8 @@ from commutator import EngineInfo, EngineLoad, OptionType, RequestOption
 from commutator.errors import EngineError
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList, Version
 from commutator_engine_kit.http import HttpServer
-from commutator_trtllm.bodies import COMPLETIONS
 from commutator_trtllm.handover import handover_info
+from commutator_trtllm.messages import COMPLETIONS
 
 __all__ = ["LatestStatistics", "discover", "iteration_stats"]
 

@@ -18,9 +18,8 @@ import torch
 from commutator.contract.block import CacheIdentity
 from commutator_engine_kit.kv import KvConnector
 from commutator_engine_kit.model_identity import served_identity
-from commutator_trtllm.connector_metadata import ConnectorMetadata
 from commutator_trtllm.kv_memory import EngineMemory, layout_regions, pool_region
-from commutator_trtllm.kv_scheduler import TierScheduler
+from commutator_trtllm.kv_scheduler import ConnectorMetadata, TierScheduler
 from commutator_trtllm.kv_staging import Claims, HostBlocks, Ranks, StageServer
 from commutator_trtllm.kv_worker import TierWorkerSide
 from commutator_trtllm.options import check_llm_args, read_options

@@ -1,7 +1,8 @@
 """The KV connector in TensorRT-LLM's scheduler: decides what to stage, load and store. Pure.
 
 TensorRT-LLM asks once for each request how many tokens can be loaded, and a load cannot fail later.
-So blocks are first staged in host memory and verified, and only staged blocks are claimed.
+So blocks are first staged in host memory and verified, and only staged blocks are claimed. The
+orders for the workers are pickled between ranks, so they hold plain values only.
 """
 
 from __future__ import annotations
@@ -10,13 +11,44 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from commutator_engine_kit.connector_worker import Chain
-from commutator_trtllm.connector_metadata import ConnectorMetadata, Load, Store
 from commutator_trtllm.kv_staging import Stage
 
-__all__ = ["TierScheduler"]
+__all__ = ["ConnectorMetadata", "Load", "Store", "TierScheduler"]
+
+
+@frozen
+class Load:
+    """Copy staged blocks into the engine's; staged blocks that are not listed are freed."""
+
+    number: int
+    places: tuple[int, ...]
+    """Indices of the staged blocks to copy, counted from the first."""
+    device_blocks: tuple[int, ...]
+
+
+@frozen
+class Store:
+    """Store the next blocks of a request, which are full once this step has been computed."""
+
+    request_id: int
+    first: int
+    device_blocks: tuple[int, ...]
+
+
+@define(kw_only=True)
+class ConnectorMetadata:
+    """Orders from the scheduler to every worker, to be carried out in the order of the fields."""
+
+    forget: list[int] = field(factory=list)
+    """Requests that have ended or restarted: other requests may get their blocks in this step."""
+    drops: list[int] = field(factory=list)
+    """Claims whose staged blocks are no longer needed."""
+    loads: list[Load] = field(factory=list)
+    chains: list[Chain] = field(factory=list)
+    stores: list[Store] = field(factory=list)
 
 
 @define

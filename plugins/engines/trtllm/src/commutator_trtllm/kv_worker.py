@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
 from commutator_engine_kit.kv import KvConnector
-from commutator_trtllm.connector_metadata import ConnectorMetadata, Load
+from commutator_trtllm.kv_scheduler import ConnectorMetadata, Load
 from commutator_trtllm.kv_staging import Claims, HostBlocks
 
 __all__ = ["EngineBlocks", "TierWorkerSide"]

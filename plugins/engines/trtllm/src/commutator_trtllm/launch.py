@@ -97,7 +97,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     env = server_environment(config, context, defaults)
     argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
     if command:
-        log_command(context, env, command, config.secret_variables)
+        log_command(config, context, env, command)
         argv = (*argv, "--", *command)
     return LaunchPlan(argv=argv, address=f"http://{context.advertise}:{context.port}", env=env)
 

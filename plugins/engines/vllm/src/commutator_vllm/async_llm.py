@@ -22,8 +22,8 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from commutator import EngineInfo, EngineLoad, GenerateRequest
 from commutator.errors import EngineOverloadedError, EngineUnavailableError, RequestError
 from commutator_engine_kit.completions import ModelCard, ModelList
-from commutator_vllm.bodies import sampling_fields
 from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, event_source
+from commutator_vllm.messages import sampling_fields
 from commutator_vllm.token_engine import AsyncEngine, Outputs
 
 __all__ = ["AsyncLlmEngine"]

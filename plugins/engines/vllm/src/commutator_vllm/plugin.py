@@ -27,8 +27,7 @@ class VllmConnector(ServerConnector[VllmConfig]):
         return PATHS
 
     def connect(self, config: VllmConfig, address: str) -> EngineClient:
-        from commutator_vllm.client import VllmClient
-        from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
+        from commutator_vllm.client import TokenApiAddress, VllmClient, VllmTokenClient
 
         both = TokenApiAddress.parse(address)
         if both is not None and config.url is None:

@@ -1,24 +1,25 @@
-"""Makes the body of a request for TensorRT-LLM's /v1/completions. Pure."""
+"""Requests to TensorRT-LLM's /v1/completions, and the deltas in the answers. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from commutator import Constraint, GenerateRequest
-from commutator.errors import RequestError
+from commutator import Constraint, GenerateRequest, TokenLogprob
+from commutator.errors import EngineError, RequestError
+from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
     enforceable,
     sampling_parameters,
 )
-from commutator_trtllm.handover import CONTEXT_ONLY
+from commutator_trtllm.handover import CONTEXT_ONLY, WHOLE
 
-__all__ = ["COMPLETIONS", "check_forwarded", "hands_over", "request_body"]
+__all__ = ["COMPLETIONS", "DeltaReader", "check_forwarded", "hands_over", "request_body"]
 
 _NO_SALT = (
     "TensorRT-LLM's completions ignore cache_salt, so the prompt would be shared; remove the salt, "
@@ -95,3 +96,55 @@ def _unsupported(request: GenerateRequest) -> Iterator[tuple[str, str]]:
     if request.data_parallel_rank not in {None, 0}:
         problem = f"rank {request.data_parallel_rank}: TensorRT-LLM chooses the rank itself"
         yield "data_parallel_rank", problem
+
+
+_CONTINUES = ("length", "not_finished")
+"""Finish reasons of a context server for an answer that a generation server is to continue."""
+
+
+class Logprobs(msgspec.Struct):
+    """The answer names tokens by their text only, which does not identify them."""
+
+    token_logprobs: Sequence[float | None] = ()
+
+
+class Choice(completions.Choice):
+    """The tokens that one chunk adds to the answer."""
+
+    logprobs: Logprobs | None = None
+    disaggregated_params: dict[str, Any] | None = None
+
+
+class Chunk(completions.Chunk):
+    """One server-sent event of /v1/completions, or a whole answer, or an error."""
+
+    choices: Sequence[Choice] = ()
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+class DeltaReader(completions.CompletionReader[Chunk]):
+    """Reads the answers of /v1/completions."""
+
+    def __init__(self) -> None:
+        super().__init__("TensorRT-LLM", _decoder)
+
+    def handover(self, chunk: Chunk) -> Mapping[str, Any] | None:
+        choice = chunk.choices[0]
+        # An answer that ended with its first token needs no generation server, and hands over no
+        # KV.
+        return choice.disaggregated_params if choice.finish_reason in _CONTINUES else WHOLE
+
+    def logprobs(self, choice: Choice) -> tuple[TokenLogprob, ...]:
+        if choice.logprobs is None:
+            return ()
+        values, token_ids = choice.logprobs.token_logprobs, choice.token_ids or ()
+        if len(values) != len(token_ids):
+            raise EngineError(
+                f"TensorRT-LLM sent {len(values)} logprobs for {len(token_ids)} tokens"
+            )
+        return tuple(
+            TokenLogprob(token_id=token, logprob=0.0 if value is None else value)
+            for token, value in zip(token_ids, values, strict=True)
+        )

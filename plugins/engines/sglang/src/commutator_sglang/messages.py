@@ -1,0 +1,333 @@
+"""Requests to SGLang, the parts of its answers that we read, and the deltas in them. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import msgspec
+from attrs import evolve
+
+from commutator import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from commutator.errors import EngineError, RequestError
+from commutator_engine_kit.completions import JsonEvents, enforceable, failure_of
+from commutator_sglang.handover import ANSWER_WITHIN_S
+
+__all__ = [
+    "ABORT",
+    "GENERATE",
+    "Chunk",
+    "DeltaReader",
+    "FinishedBecause",
+    "KvEvents",
+    "KvEventsConfig",
+    "Loads",
+    "MetaInfo",
+    "ModelInfo",
+    "RankLoad",
+    "ServerInfo",
+    "request_body",
+]
+
+Logprob = tuple[float | None, int, str | None]
+"""Its value, the token's id, and the token's text if requested."""
+
+
+class FinishedBecause(msgspec.Struct):
+    """Why a request ended; ``type`` is stop, length or abort."""
+
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class MetaInfo(msgspec.Struct):
+    """What a chunk says beside its tokens."""
+
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: FinishedBecause | None = None
+    output_token_logprobs: list[Logprob] | None = None
+    output_top_logprobs: list[list[Logprob] | None] | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One server-sent event of /generate, or the body of an error answer."""
+
+    output_ids: list[int] = []
+    meta_info: MetaInfo | None = None
+    error: Any = None
+    """A message, or an object with ``message`` and perhaps ``code``."""
+
+
+class KvEvents(msgspec.Struct):
+    """Where KV events are published. These are the ports of rank 0; rank N adds N."""
+
+    publisher: str
+    endpoint_host: str
+    endpoint_port_base: int
+    block_size: int
+    dp_size: int = 1
+    topic: str = ""
+    replay_endpoint_port_base: int | None = None
+
+
+class KvEventsConfig(msgspec.Struct):
+    """The server's `--kv-events-config`."""
+
+    publisher: str = "null"
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class ServerInfo(msgspec.Struct):
+    """The answer to GET /server_info."""
+
+    version: str
+    page_size: int
+    max_total_num_tokens: int
+    max_req_input_len: int
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    tp_size: int = 1
+    dp_size: int = 1
+    disaggregation_mode: str = "null"
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int | None = None
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    enable_deterministic_inference: bool = False
+    kv_events: KvEvents | None = None
+    """None for a server that publishes nothing, or on Unix sockets."""
+    kv_events_config: str | None = None
+    """JSON of ``KvEventsConfig``."""
+
+
+class ModelInfo(msgspec.Struct):
+    """The answer to GET /model_info."""
+
+    served_model_name: str
+    is_generation: bool = True
+
+
+class RankLoad(msgspec.Struct):
+    """The load of one data-parallel rank."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
+
+
+class Loads(msgspec.Struct):
+    """The answer to GET /v1/loads."""
+
+    loads: list[RankLoad]
+
+
+GENERATE = "/generate"
+ABORT = "/abort_request"
+_ALL_TOKENS = -1
+
+
+def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) -> dict[str, Any]:
+    """The JSON body. The request can be aborted by its ``request_id``.
+
+    It sets every sampling parameter, so that the server's defaults have no effect.
+    ``request.options`` are parameters that only SGLang has (`stop_regex`, ...). Raises RequestError
+    for a seed that this server would ignore, and for a constraint that it cannot be told.
+    """
+    asked = request.sampling
+    if asked.seed is not None and asked.temperature and not server.enable_deterministic_inference:
+        raise RequestError(
+            "seed: this SGLang server ignores it; run the server with "
+            "--enable-deterministic-inference"
+        )
+    constraint = enforceable(request, "SGLang", whitespace=False)
+    followed = {} if constraint is None else _constraint(constraint)
+    sampling = {**_sampling(asked, request.generated_prefix), **followed, **request.options}
+    body: dict[str, Any] = {
+        "rid": request_id,
+        "input_ids": list(request.token_ids),
+        "sampling_params": sampling,
+        "stream": True,
+    }
+    if asked.top_logprobs is not None:
+        body["return_logprob"] = True
+        body["top_logprobs_num"] = asked.top_logprobs
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter.digest
+    if request.data_parallel_rank is not None:
+        body["routed_dp_rank"] = request.data_parallel_rank
+    if server.enable_priority_scheduling:
+        low_first = server.schedule_low_priority_values_first
+        body["priority"] = request.priority if low_first else -request.priority
+    if request.handover is not None:
+        body |= {name: value for name, value in request.handover.items() if name != ANSWER_WITHIN_S}
+    return body
+
+
+_ANY_OBJECT = json.dumps({"type": "object"})
+
+
+def _constraint(constraint: Constraint) -> dict[str, str]:
+    """SGLang's parameter for it; a choice is a regular expression there."""
+    value = constraint.value
+    if constraint.kind == "choice":
+        return {"regex": "(" + "|".join(map(re.escape, value)) + ")"}
+    assert isinstance(value, str)
+    match constraint.kind:
+        case "json_object":
+            return {"json_schema": _ANY_OBJECT}
+        case "grammar":
+            return {"ebnf": value}
+        case kind:
+            return {kind: value}
+
+
+def _sampling(asked: SamplingParams, begun: int) -> dict[str, Any]:
+    """The sampling parameters, with token limits reduced by the ``begun`` tokens generated before.
+
+    To SGLang a continued answer is a new prompt: all penalties count only new tokens.
+    """
+    sampling: dict[str, Any] = {
+        "max_new_tokens": asked.max_tokens - begun,
+        "min_new_tokens": max(0, asked.min_tokens - begun),
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k or _ALL_TOKENS,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "ignore_eos": asked.ignore_eos,
+        "stop_token_ids": list(asked.stop_token_ids),
+        "stop": list(asked.stop),
+    }
+    if asked.seed is not None:
+        sampling["sampling_seed"] = asked.seed
+    if asked.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
+    return sampling
+
+
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+class DeltaReader:
+    """Turns received bytes into deltas.
+
+    Each chunk has either the new tokens (``--incremental-streaming-output``) or all tokens so far.
+    The token count in the chunk tells which of them are new.
+    """
+
+    def __init__(self, top_logprobs: int | None, cut_after: Collection[int] = ()) -> None:
+        """``cut_after``: tokens that end the answer here, but not at the server."""
+        self._top = top_logprobs
+        self._cut_after = cut_after
+        self._events = JsonEvents("SGLang", _decoder)
+        self._tokens = 0
+        self._has_cached = False
+        self.ended = False
+        """Whether the answer is complete."""
+        self.cut = False
+        """Whether it was ended by ``cut_after``, so that the server is still generating."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a token has arrived."""
+        return self._tokens > 0
+
+    def feed(self, data: bytes) -> Iterator[TokenDelta]:
+        """The deltas in ``data``, part of a stream of server-sent events.
+
+        Raises FailedAnswerError; EngineError when an event cannot be parsed.
+        """
+        for chunk in self._events.feed(data):
+            if chunk is not None:
+                yield from self._on_chunk(chunk)
+
+    def _on_chunk(self, chunk: Chunk) -> Iterator[TokenDelta]:
+        if chunk.error is not None:
+            raise failure_of("SGLang", chunk.error)
+        meta = chunk.meta_info
+        if meta is None or self.ended:
+            return
+        why = meta.finish_reason
+        if why is not None and why.type == "abort" and why.status_code is not None:
+            raise failure_of("SGLang", {"code": why.status_code, "message": why.message})
+        new = meta.completion_tokens - self._tokens
+        if new <= 0 and why is None:
+            return
+        token_ids = tuple(chunk.output_ids[-new:]) if new > 0 else ()
+        self._tokens += len(token_ids)
+        cached = None if self._has_cached else meta.cached_tokens
+        self._has_cached |= cached is not None
+        self.ended = why is not None
+        delta = TokenDelta(
+            token_ids=token_ids,
+            logprobs=() if self._top is None else self._logprobs(meta, len(token_ids)),
+            finish_reason=None if why is None else _REASONS.get(why.type, FinishReason.STOP),
+            stop_reason=None if why is None else _stopped_by(why),
+            cached_tokens=cached,
+            error=None if why is None else why.message,
+        )
+        yield self._cut_short(delta)
+
+    def _cut_short(self, delta: TokenDelta) -> TokenDelta:
+        for number, token in enumerate(delta.token_ids, 1):
+            if token in self._cut_after:
+                self.cut, self.ended = not self.ended, True
+                return evolve(
+                    delta,
+                    token_ids=delta.token_ids[:number],
+                    logprobs=delta.logprobs[:number],
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=token,
+                )
+        return delta
+
+    def _logprobs(self, meta: MetaInfo, count: int) -> tuple[TokenLogprob, ...]:
+        if not count:
+            return ()
+        chosen = (meta.output_token_logprobs or [])[-count:]
+        tops = (meta.output_top_logprobs or [None] * count)[-count:]
+        if len(chosen) != count or len(tops) != count:
+            raise EngineError(f"SGLang sent {len(chosen)} logprobs for {count} tokens")
+        return tuple(
+            TokenLogprob(token_id=token, logprob=_value(value), top=self._best(top or []))
+            for (value, token, _), top in zip(chosen, tops, strict=True)
+        )
+
+    def _best(self, entries: list[Logprob]) -> tuple[tuple[int, float], ...]:
+        ordered = sorted(((token, _value(value)) for value, token, _ in entries), key=_by_value)
+        return tuple(ordered[: self._top])
+
+
+def _stopped_by(why: FinishedBecause) -> int | str | None:
+    return None if isinstance(why.matched, list) else why.matched
+
+
+def _by_value(entry: tuple[int, float]) -> float:
+    return -entry[1]
+
+
+def _value(logprob: float | None) -> float:
+    return 0.0 if logprob is None else logprob
