@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attrs import define, evolve, frozen
 from rich.console import Console
@@ -47,8 +46,8 @@ from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import load_trace
 from commutator_replay.trace import TraceRequest
 from commutator_slo.config import SloConfig
-from commutator_slo.policy import Slo, forecaster_of
-from commutator_slo.situation import Forecaster
+from commutator_slo.growth import Growth, GrowthConfig, GrowthState
+from commutator_slo.policy import Slo
 
 __all__ = [
     "PEERS",
@@ -736,21 +735,15 @@ BEST = "best"
 """In the place of a knob: the one of the cheapest fleet that attains the targets, in hindsight."""
 
 
-@frozen
-class _Times(Forecaster[Any]):
-    """Another forecaster's growth, times a factor."""
+class _Times(Growth):
+    """Growth as it is forecast, times a factor."""
 
-    inner: Forecaster[Any]
-    factor: float
+    def __init__(self, config: GrowthConfig, factor: float) -> None:
+        super().__init__(config)
+        self._factor = factor
 
-    def begin(self) -> Any:
-        return self.inner.begin()
-
-    def update(self, state: Any, time_s: float, level: float, lead_s: float) -> Any:
-        return self.inner.update(state, time_s, level, lead_s)
-
-    def growth(self, state: Any, lead_s: float) -> float:
-        return self.inner.growth(state, lead_s) * self.factor
+    def growth(self, state: GrowthState) -> float:
+        return super().growth(state) * self._factor
 
 
 class PeerReplays(PlannedReplays):
@@ -793,8 +786,10 @@ class PeerReplays(PlannedReplays):
             config = evolve(config, targets=evolve(config.targets, attainment=attainment))
 
         def make(config: SloConfig, context: PlannerContext) -> Slo:
-            forecaster = _Times(forecaster_of(config), 1 + headroom) if headroom else None
-            return Slo(config, context, forecaster=forecaster)
+            times = None
+            if headroom and config.forecaster is not None:
+                times = _Times(config.forecaster, 1 + headroom)
+            return Slo(config, context, growth=times)
 
         return self.planned(OURS, config, trace, make)
 

@@ -34,7 +34,7 @@ from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroun
 from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator_slo.config import SloConfig
-from commutator_slo.situation import Need, NeedPolicy, Situation
+from commutator_slo.need import Need, Situation
 
 RUNTIME = RuntimeConfig(restart_backoff_s=1.0, restart_backoff_max_s=8.0, lease_s=15.0)
 START_UP_S = 20.0
@@ -47,10 +47,10 @@ CONFIG = SloConfig(
 )
 
 
-class OnePerRequest(NeedPolicy):
+class OnePerRequest:
     """A worker for each request a second."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+    def __call__(self, situation: Situation) -> Mapping[Role, Need]:
         return {
             role: Need(workers=round(demand.requests_per_s), reason="one each")
             for role, demand in situation.demands.items()

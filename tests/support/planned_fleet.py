@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 from attrs import define, evolve, field
 
@@ -19,8 +18,9 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.planning import ActionKind, FleetPlanner, FleetState, Plan, PlanAction
 from commutator_slo.config import SloConfig
-from commutator_slo.pipeline import Pipeline, PipelineState, no_growth
-from commutator_slo.situation import Forecaster, NeedPolicy, PlanConstraint
+from commutator_slo.growth import Growth
+from commutator_slo.need import NeedOf
+from commutator_slo.pipeline import Pipeline, PipelineState
 
 __all__ = ["SIM", "FleetModel", "arrivals", "planner_of", "poisson_arrivals"]
 
@@ -37,16 +37,13 @@ SIM = EnginePerformance(
 
 def planner_of(
     config: SloConfig,
-    policy: NeedPolicy,
+    needs: NeedOf | None = None,
     *,
     roles: Collection[Role] = (Role.BOTH,),
-    forecaster: Forecaster[Any] | None = None,
-    constraints: Sequence[PlanConstraint] = (),
+    growth: Growth | None = None,
 ) -> FleetPlanner[PipelineState]:
-    """What plans a fleet of such workers by the pipeline of `slo` with another policy."""
-    pipeline = Pipeline(
-        config, dict.fromkeys(roles, SIM), policy, forecaster or no_growth(), constraints
-    )
+    """What plans a fleet of such workers by the pipeline of `slo`."""
+    pipeline = Pipeline(config, dict.fromkeys(roles, SIM), needs=needs, growth=growth)
     return FleetPlanner(config, roles, pipeline)
 
 

@@ -6,12 +6,26 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.planned_fleet import SIM
-from tests.support.slo_suites import demands
 
-from commutator.contract.planner import PlannerTargets
+from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.worker import Role
-from commutator_slo.need import need
-from commutator_slo.situation import Demand
+from commutator_slo.need import Demand, need
+
+_lengths = st.dictionaries(
+    st.integers(0, 100_000).map(length_bucket), st.floats(0.001, 1e4), min_size=1, max_size=5
+)
+
+demands = st.builds(
+    Demand,
+    requests_per_s=st.just(0.0) | st.floats(0.001, 500),
+    prompt_lengths=_lengths,
+    context_tokens=st.floats(0, 100_000),
+    output_tokens=st.just(0.0) | st.floats(1, 5000),
+    gap_variation=st.floats(0, 20),
+    growth=st.floats(0.5, 10),
+    backlog_tokens=st.integers(0, 10**7),
+)
+"""What a role may have to serve."""
 
 targets = st.builds(
     PlannerTargets,

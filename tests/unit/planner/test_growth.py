@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from commutator_slo.growth import Growth, GrowthConfig
+from commutator_slo.growth import Growth, GrowthConfig, GrowthState
 
 
 def learned(levels: list[float], lead_s: float, **options: Any) -> float:
     config = GrowthConfig(kind="growth", **options)
     forecaster = Growth(config)
-    state = forecaster.begin()
+    state = GrowthState()
     for tick, level in enumerate(levels):
         state = forecaster.update(state, 5.0 * tick, level, lead_s)
-    return forecaster.growth(state, lead_s)
+    return forecaster.growth(state)
 
 
 def test_before_anything_was_seen_the_prior_holds() -> None:
@@ -60,10 +60,10 @@ def test_demand_that_jumps_beyond_chance_is_believed() -> None:
     chance = random.Random(6)
     calm = [math.exp(chance.gauss(0, 0.05)) for _ in range(6000)]
     forecaster = Growth(GrowthConfig(kind="growth"))
-    state = forecaster.begin()
+    state = GrowthState()
     for tick, level in enumerate([*calm, 2.0, 2.0]):
         state = forecaster.update(state, 5.0 * tick, level, 60.0)
-    assert forecaster.growth(state, 60.0) >= 1.0, "of twice as much as before"
+    assert forecaster.growth(state) >= 1.0, "of twice as much as before"
     assert forecaster.rests_on_s(state) < 600, "and rests on little"
 
 
@@ -106,10 +106,10 @@ def growth_from_the_level(
     """The quantile of all growths within the lead time, none of them forgotten or assumed."""
     config = GrowthConfig(kind="growth", quantile=quantile, prior_samples=0, memory_s=1e12)
     forecaster = Growth(config)
-    state = forecaster.begin()
+    state = GrowthState()
     for number, level in enumerate(levels):
         state = forecaster.update(state, every_s * number, level, lead_s)
-    return forecaster.growth(evolve(state, ruling=0), lead_s)
+    return forecaster.growth(evolve(state, ruling=0))
 
 
 def as_written(value: float) -> Any:

@@ -26,9 +26,9 @@ from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 from commutator_slo.config import SloConfig
 from commutator_slo.learned import LearnedSpeed, StepMeter, bucket_of
+from commutator_slo.need import Need, Situation
 from commutator_slo.performance import Sample, sums_of
-from commutator_slo.pipeline import Pipeline, no_growth
-from commutator_slo.situation import Need, NeedPolicy, Situation
+from commutator_slo.pipeline import Pipeline
 
 TRUE = SimParameters().performance()
 WRONG = evolve(SIM, prefill_tokens_per_s=2500.0, step_s=0.02, step_request_s=0.002)
@@ -158,10 +158,10 @@ def test_a_request_that_moves_or_fails_tells_nothing() -> None:
 # --------------------------------------------------------------------------- in plans
 
 
-class Fewer(NeedPolicy):
+class Fewer:
     """One worker fewer than there are."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+    def __call__(self, situation: Situation) -> Mapping[Role, Need]:
         return {
             role: Need(workers=max(1, supply - 1), reason="test")
             for role, supply in situation.supply.items()
@@ -170,7 +170,7 @@ class Fewer(NeedPolicy):
 
 def plans(measured: Mapping[int, SampleSums], told: EnginePerformance, **options: Any) -> Any:
     config = SloConfig(kind="test", hold_s=0.0, start_up_s=5.0, **options)
-    pipeline = Pipeline(config, {Role.BOTH: told}, Fewer(), no_growth())
+    pipeline = Pipeline(config, {Role.BOTH: told}, needs=Fewer())
     planner = FleetPlanner(config, [Role.BOTH], pipeline)
     state, made = planner.begin(), []
     workers = [
@@ -218,7 +218,7 @@ def test_learning_can_be_turned_off() -> None:
 
 
 def test_what_was_learned_is_used_again() -> None:
-    planner = Pipeline(SloConfig(kind="test"), {Role.BOTH: WRONG}, Fewer(), no_growth())
+    planner = Pipeline(SloConfig(kind="test"), {Role.BOTH: WRONG}, needs=Fewer())
     before = learned(*[served(rate, 200, 700)[0] for rate in (0.5, 2, 5)])
     again = planner.begin({Role.BOTH: before.buckets}).roles[Role.BOTH].speed
     assert_close(again.performance, 0.12)

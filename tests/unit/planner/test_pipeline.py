@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.planned_fleet import FleetModel, arrivals, planner_of, poisson_arrivals
@@ -23,23 +23,22 @@ from commutator.contract.planner import (
 )
 from commutator.contract.worker import Role
 from commutator.planning import ActionKind
-from commutator_slo.config import SloConfig
+from commutator_slo.config import RatioConfig, SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
-from commutator_slo.need import QueueingNeed
-from commutator_slo.situation import Limit, Need, NeedPolicy, PlanConstraint, Situation
+from commutator_slo.need import Need, NeedOf, Situation
 
 
-class Wanted(NeedPolicy):
+class Wanted:
     """Proposes what a test sets."""
 
     def __init__(self, **workers: int) -> None:
         self.workers = {Role(name): count for name, count in workers.items()}
 
-    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+    def __call__(self, situation: Situation) -> Mapping[Role, Need]:
         return {role: Need(workers=n, reason="test") for role, n in self.workers.items()}
 
 
-def planned(policy: NeedPolicy, workers: int, **options: Any) -> FleetModel:
+def planned(policy: NeedOf, workers: int, **options: Any) -> FleetModel:
     start_up_s = options.pop("launches", lambda _: 120.0)
     bounds = PlannerBounds(both=options.pop("both", (1, 64)))
     config = SloConfig(kind="test", bounds=bounds, interval_s=15.0, **options)
@@ -48,8 +47,7 @@ def planned(policy: NeedPolicy, workers: int, **options: Any) -> FleetModel:
 
 def slo(workers: int = 1, **options: Any) -> FleetModel:
     config = SloConfig(kind="slo", **{"interval_s": 15.0, **options})
-    forecaster = Growth(GrowthConfig(kind="growth"))
-    return FleetModel(planner_of(config, QueueingNeed(config), forecaster=forecaster), workers)
+    return FleetModel(planner_of(config, growth=Growth(GrowthConfig())), workers)
 
 
 # ---------------------------------------------------------------------- launches
@@ -99,7 +97,7 @@ def worker(name: str, phase: WorkerPhase, age_s: float = 100.0, **more: Any) -> 
     return PlannedWorker(worker_id=name, role=Role.BOTH, phase=phase, age_s=age_s, **more)
 
 
-def first_actions(policy: NeedPolicy, workers: Sequence[PlannedWorker]) -> list[tuple[str, Any]]:
+def first_actions(policy: NeedOf, workers: Sequence[PlannedWorker]) -> list[tuple[str, Any]]:
     config = SloConfig(kind="test", hold_s=0.0, start_up_s=30.0)
     planner = planner_of(config, policy)
     state = planner.begin()
@@ -289,14 +287,6 @@ def test_equal_seeds_give_equal_plans() -> None:
 # ----------------------------------------------------------------- bounds, budget
 
 
-@frozen
-class Limited(PlanConstraint):
-    limit: Limit
-
-    def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
-        return dict.fromkeys(wanted, self.limit)
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     wanted=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=1, max_size=12),
@@ -304,30 +294,28 @@ class Limited(PlanConstraint):
         st.integers(0, 20), st.integers(0, 20), st.integers(1, 20), st.integers(0, 20)
     ),
     budget=st.none() | st.integers(40, 100),
-    limit=st.builds(
-        Limit,
-        floor=st.integers(0, 100),
-        ceiling=st.none() | st.integers(0, 100),
-        reason=st.just("test"),
-    ),
+    least=st.floats(0, 10),
+    most=st.none() | st.floats(10, 100),
 )
 def test_no_plan_leaves_bounds_and_budget(
     wanted: list[tuple[int, int]],
     bounds: tuple[int, int, int, int],
     budget: int | None,
-    limit: Limit,
+    least: float,
+    most: float | None,
 ) -> None:
     prefill, decode = (bounds[0], bounds[0] + bounds[1]), (bounds[2], bounds[2] + bounds[3])
     config = SloConfig(
         kind="test",
         bounds=PlannerBounds(prefill=prefill, decode=decode),
         budget=PlannerBudget(workers=budget),
+        constraints=(RatioConfig(least=least, most=most),),
         hold_s=20.0,
         start_up_s=5.0,
     )
     policy = Wanted(prefill=0, decode=0)
     roles = (Role.PREFILL, Role.DECODE)
-    planner = planner_of(config, policy, roles=roles, constraints=[Limited(limit)])
+    planner = planner_of(config, policy, roles=roles)
     state = planner.begin()
     for tick, (p, d) in enumerate(wanted):
         policy.workers = {Role.PREFILL: p, Role.DECODE: d}
@@ -354,18 +342,19 @@ def test_a_budget_cuts_roles_in_proportion_and_says_so() -> None:
     assert plan.roles[Role.PREFILL].reason == "need 8 (test); 4 by the budget of 6 workers"
 
 
-def test_a_constraint_that_fails_is_reported_and_the_others_hold() -> None:
-    class Broken(PlanConstraint):
-        def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
-            raise RuntimeError("no meter")
-
-    three = Limited(Limit(ceiling=3, reason="power"))
-    config = SloConfig(kind="test")
-    planner = planner_of(config, Wanted(both=9), constraints=[Broken(), three])
+def test_prefill_follows_decode() -> None:
+    ratio = RatioConfig(least=0.5, most=2.0)
+    assert [ratio.limited(prefill, 3) for prefill in (0, 2, 5, 9)] == [2, 2, 5, 6]
+    config = SloConfig(kind="test", constraints=(ratio, RatioConfig(most=1.0)))
+    roles = (Role.PREFILL, Role.DECODE)
+    planner = planner_of(config, Wanted(prefill=9, decode=3), roles=roles)
     seen = Observation(time_s=0.0, window_s=0.0, arrivals={}, workers=[])
     _, plan = planner.plan(planner.begin(), seen)
-    assert plan.roles[Role.BOTH].desired == 3
-    assert any("Broken failed: RuntimeError: no meter" in text for text in plan.warnings)
+    assert plan.roles[Role.PREFILL].desired == 3
+    ratio_to = "by the ratio to 3 decode workers"
+    assert plan.roles[Role.PREFILL].reason == f"need 9 (test); 6 {ratio_to}; 3 {ratio_to}"
+    whole = planner_of(config, Wanted(both=9))
+    assert whole.plan(whole.begin(), seen)[1].roles[Role.BOTH].desired == 9
 
 
 # ------------------------------------------------------------------ idle, unknown
@@ -418,10 +407,13 @@ def test_without_metrics_a_worker_that_dies_is_still_replaced() -> None:
 
 def test_a_policy_that_raises_keeps_the_last_plan() -> None:
     class Fails(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Need]:
-            if situation.time_s > 30:
+        asked = 0
+
+        def __call__(self, situation: Situation) -> Mapping[Role, Need]:
+            self.asked += 1
+            if self.asked > 6:
                 raise ZeroDivisionError("no traffic")
-            return super().propose(situation)
+            return super().__call__(situation)
 
     fleet = planned(Fails(both=5), workers=2)
     for _ in range(10):
@@ -434,9 +426,9 @@ def test_start_up_times_are_learned() -> None:
     lead_s: list[float] = []
 
     class Watching(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Need]:
+        def __call__(self, situation: Situation) -> Mapping[Role, Need]:
             lead_s.append(situation.lead_s)
-            return super().propose(situation)
+            return super().__call__(situation)
 
     policy = Watching(both=3)
     fleet = planned(policy, workers=1, launches=lambda _: 45.0)
@@ -450,9 +442,9 @@ def test_burstier_gaps_are_seen() -> None:
     seen: list[float] = []
 
     class Watching(Wanted):
-        def propose(self, situation: Situation) -> Mapping[Role, Need]:
+        def __call__(self, situation: Situation) -> Mapping[Role, Need]:
             seen.append(situation.demands[Role.BOTH].gap_variation)
-            return super().propose(situation)
+            return super().__call__(situation)
 
     rng, fleet = random.Random(3), planned(Watching(both=1), workers=1)
     for _ in range(400):

@@ -16,7 +16,7 @@ from commutator.contract.planner import Observation, PlannerTargets, WorkerPhase
 from commutator.contract.worker import Role
 from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
-from commutator_slo.need import QueueingNeed
+from commutator_slo.need import needs
 from commutator_slo.pipeline import Pipeline, PipelineState
 
 some = settings(deadline=None, max_examples=25)
@@ -38,8 +38,7 @@ def fleet(
         start_up_s=start_up_s,
         **options,  # type: ignore[arg-type]
     )
-    policy, forecaster = QueueingNeed(config), Growth(GrowthConfig(kind="growth"))
-    return FleetModel(planner_of(config, policy, forecaster=forecaster), workers)
+    return FleetModel(planner_of(config, growth=Growth(GrowthConfig())), workers)
 
 
 def state_of(model: FleetModel) -> PipelineState:
@@ -119,7 +118,7 @@ def test_without_evidence_the_fleet_is_never_below_what_the_formulas_need() -> N
         plan = model.tick(poisson_arrivals(chance, 6.0, 1155, 15), attained=1.0)
     bare = pipeline_of(model)
     situation = bare._situation(state_of(model), model_seen(model), 120.0)
-    need = QueueingNeed(model.planner.config).propose(situation)[Role.BOTH].workers  # type: ignore[arg-type]
+    need = needs(situation)[Role.BOTH].workers
     assert plan.roles[Role.BOTH].desired >= need
 
 

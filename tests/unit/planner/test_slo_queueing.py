@@ -10,8 +10,7 @@ from tests.support.planned_fleet import SIM
 
 from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.worker import Role
-from commutator_slo.config import SloConfig
-from commutator_slo.need import QueueingNeed, need
+from commutator_slo.need import Demand, Situation, need, needs
 from commutator_slo.queueing import (
     Stream,
     decode_rate,
@@ -19,7 +18,6 @@ from commutator_slo.queueing import (
     running_requests,
     step_time_s,
 )
-from commutator_slo.situation import Demand, Situation
 
 PROMPT_S = 3000 / SIM.prefill_tokens_per_s
 
@@ -32,7 +30,6 @@ def demand(rate: float, prompt_tokens: int, output_tokens: float = 0.0, **more: 
         "gap_variation": 1.0,
         "growth": 1.0,
         "backlog_tokens": 0,
-        "active_requests": 0,
     }
     return Demand(prompt_lengths={length_bucket(prompt_tokens): 1.0}, **(values | more))
 
@@ -100,14 +97,13 @@ def test_the_best_split_of_eight_workers() -> None:
 def test_without_traffic_a_prompt_that_is_too_long_needs_a_warning_and_no_worker() -> None:
     """Vector V9."""
     situation = Situation(
-        time_s=0.0,
         targets=PlannerTargets(ttft_s=0.5),
         lead_s=120.0,
         demands={Role.PREFILL: demand(0, 9000)},
         performance={Role.PREFILL: SIM},
         supply={Role.PREFILL: 7},
     )
-    proposal = QueueingNeed(SloConfig(kind="slo")).propose(situation)[Role.PREFILL]
+    proposal = needs(situation)[Role.PREFILL]
     assert proposal.workers == 0
     assert proposal.warning is not None
     assert "over 4,000 tokens" in proposal.warning
@@ -122,15 +118,11 @@ def test_a_backlog_needs_workers_that_clear_it() -> None:
 
 def test_headroom_sizes_for_more() -> None:
     situation = Situation(
-        time_s=0.0,
         targets=PlannerTargets(),
         lead_s=120.0,
         demands={Role.BOTH: demand(50, 1000, 100)},
         performance={Role.BOTH: SIM},
         supply={Role.BOTH: 1},
     )
-    plain, more = (
-        QueueingNeed(SloConfig(kind="slo", headroom=headroom)).propose(situation)[Role.BOTH].workers
-        for headroom in (0.0, 0.5)
-    )
+    plain, more = (needs(situation, headroom)[Role.BOTH].workers for headroom in (0.0, 0.5))
     assert 1.3 * plain < more < 1.7 * plain

@@ -20,7 +20,6 @@ from commutator.contract.worker import Role
 from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig
 from commutator_slo.learned import bucket_of
-from commutator_slo.need import QueueingNeed
 from commutator_slo.performance import Sample, sums_of
 
 
@@ -41,8 +40,7 @@ def measured() -> Mapping[int, SampleSums]:
 def test_a_tick_is_short(workers: int, limit_s: float) -> None:
     bounds = PlannerBounds(both=(1, 2 * workers))
     config = SloConfig(kind="slo", bounds=bounds)
-    forecaster = Growth(GrowthConfig(kind="growth"))
-    planner = planner_of(config, QueueingNeed(config), forecaster=forecaster)
+    planner = planner_of(config, growth=Growth(GrowthConfig()))
     state, took_s = planner.begin(), list[float]()
     fleet = [
         PlannedWorker(

@@ -22,17 +22,17 @@ from commutator.supervisor.fleet import ActionResult
 from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
 from commutator.supervisor.planner.service import PlannerService
 from commutator_slo.config import SloConfig
-from commutator_slo.situation import Need, NeedPolicy, Situation
+from commutator_slo.need import Need, Situation
 
 CONFIG = SloConfig(
     kind="test", interval_s=5.0, hold_s=0.0, start_up_s=20.0, bounds=PlannerBounds(both=(1, 9))
 )
 
 
-class OnePerRequest(NeedPolicy):
+class OnePerRequest:
     """A worker for each request a second."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Need]:
+    def __call__(self, situation: Situation) -> Mapping[Role, Need]:
         return {
             role: Need(workers=round(demand.requests_per_s), reason="one each")
             for role, demand in situation.demands.items()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from attrs import frozen
+from attrs import Attribute, asdict, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, setting
 from commutator.contract.planner import (
@@ -16,9 +17,8 @@ from commutator.contract.planner import (
 )
 from commutator_slo.growth import GrowthConfig
 from commutator_slo.learned import StepMeter
-from commutator_slo.ratio import RatioConfig
 
-__all__ = ["PerformanceConfig", "SloConfig"]
+__all__ = ["PerformanceConfig", "RatioConfig", "SloConfig"]
 
 
 @frozen(kw_only=True)
@@ -44,14 +44,35 @@ class PerformanceConfig:
 
     def performance(self) -> EnginePerformance:
         """The same, as plans are told."""
-        return EnginePerformance(
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            step_s=self.step_s,
-            step_request_s=self.step_request_s,
-            max_running=self.max_running,
-            max_step_tokens=self.max_step_tokens,
-            kv_tokens=self.kv_tokens,
-        )
+        return EnginePerformance(**asdict(self))
+
+
+_Ratio = Annotated[float, Bounds(minimum=0)]
+
+
+def _above_the_least(config: RatioConfig, _field: Attribute[Any], most: float | None) -> None:
+    if most is not None and most < config.least:
+        raise ValueError(f"most: expected at least `least` ({config.least:g}), got {most:g}")
+
+
+@frozen(kw_only=True)
+class RatioConfig:
+    """Options of the constraint `ratio`."""
+
+    kind: Literal["ratio"] = setting("The constraint.", "ratio")
+    least: _Ratio = setting("The fewest prefill workers for each decode worker.", 0.0)
+    most: _Ratio | None = setting(
+        "The most prefill workers for each decode worker; unlimited by default.",
+        None,
+        validator=_above_the_least,
+    )
+
+    def limited(self, prefill: int, decode: int) -> int:
+        """``prefill`` workers within the limits beside so many decode workers."""
+        prefill = max(prefill, math.ceil(decode * self.least - 1e-9))
+        if self.most is not None:
+            prefill = min(prefill, math.floor(decode * self.most + 1e-9))
+        return prefill
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from attrs import evolve, field, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveSeconds, setting
-from commutator_slo.situation import Forecaster
 
 __all__ = ["Base", "Growth", "GrowthConfig", "GrowthState"]
 
@@ -93,8 +92,11 @@ class GrowthState:
     """The base whose forecasts are the best of late."""
 
 
-class Growth(Forecaster[GrowthState]):
-    """Counts how far the largest level within the lead time was above a base at its beginning.
+class Growth:
+    """Forecasts how far the largest level within the lead time is above a base at its beginning.
+
+    A level is the demand of one role over the last minute in seconds of work per second: the number
+    of workers that it would keep busy. States are never changed in place.
 
     Bases are the level and means of it over longer times. Constant demand is best told from a long
     mean, which does not follow chance, and demand that moves from the level. The base rules whose
@@ -105,10 +107,11 @@ class Growth(Forecaster[GrowthState]):
     def __init__(self, config: GrowthConfig) -> None:
         self._config = config
 
-    def begin(self) -> GrowthState:
-        return GrowthState()
-
     def update(self, state: GrowthState, time_s: float, level: float, lead_s: float) -> GrowthState:
+        """The state after the level at ``time_s``, which is later than that of the call before.
+
+        ``lead_s``: seconds until a worker started now is ready.
+        """
         passed_s = _LEVEL_S if state.time_s is None else time_s - state.time_s
         bases = self._scored(state, time_s, level, lead_s, passed_s)
         recent = tuple(one for one in state.recent if one.time_s > time_s - lead_s)
@@ -127,7 +130,11 @@ class Growth(Forecaster[GrowthState]):
             time_s=time_s, level=level, recent=(*recent, told), bases=bases, ruling=ruling
         )
 
-    def growth(self, state: GrowthState, lead_s: float) -> float:
+    def growth(self, state: GrowthState) -> float:
+        """The factor by which the level may grow within the lead time; above 0.
+
+        Below 1 where the level is above what it usually is only by chance.
+        """
         base = state.bases[state.ruling]
         growth = math.exp(self._quantile(base))
         if base.value <= 0 or state.level <= 0:
@@ -135,6 +142,10 @@ class Growth(Forecaster[GrowthState]):
         return max(growth, 1.0) * base.value / state.level
 
     def rests_on_s(self, state: GrowthState) -> float:
+        """Seconds of demand that the growth times the level rests on; at least a minute.
+
+        The fewer requests arrive in that time, the more cautiously a fleet shrinks.
+        """
         return max(_LEVEL_S, state.bases[state.ruling].weight_s)
 
     def _scored(

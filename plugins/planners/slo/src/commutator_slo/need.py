@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+
+from attrs import frozen
 
 from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator.contract.worker import Role
-from commutator_slo.config import SloConfig
 from commutator_slo.queueing import Queue, Stream, decode_rate, running_requests, smallest
-from commutator_slo.situation import Demand, Need, NeedPolicy, Situation
 
-__all__ = ["QueueingNeed", "need"]
+__all__ = ["Demand", "Need", "NeedOf", "Situation", "need", "needs"]
 
 _MOST_WORKERS = 100_000
 _CLEAR_S = 30.0
@@ -22,43 +22,95 @@ _LEAST_STEPS = 1.5
 """Workers are sized for no shorter time between tokens than that of this many lone steps."""
 
 
-class QueueingNeed(NeedPolicy):
-    """Sizes each role by ``need``."""
+@frozen(kw_only=True)
+class Demand:
+    """What a role has to serve."""
 
-    def __init__(self, config: SloConfig) -> None:
-        self._headroom = config.headroom
+    requests_per_s: float
+    """Arrivals of the last minute, as the number of requests of usual length that are as much
+    work."""
+    prompt_lengths: Mapping[int, float]
+    """Weight of requests by the prompt tokens that this role computes, in ``length_bucket``; 0
+    where another role computes all."""
+    context_tokens: float
+    """Mean tokens of a prompt, cached ones included."""
+    output_tokens: float
+    """Mean tokens of an answer; 0 for the role prefill."""
+    gap_variation: float
+    """Squared coefficient of variation of the gaps between arrivals; 1 for a Poisson process."""
+    growth: float
+    """The forecast: the factor by which demand may grow until a worker started now is ready."""
+    backlog_tokens: int
+    """Prompt tokens that have arrived and are not computed."""
 
-    def propose(self, situation: Situation) -> Mapping[Role, Need]:
-        return {
-            role: self._need(role, demand, situation) for role, demand in situation.demands.items()
-        }
 
-    def _need(self, role: Role, demand: Demand, situation: Situation) -> Need:
-        performance = situation.performance[role]
-        factor = demand.growth * (1 + self._headroom)
-        workers = need(
-            role, demand, performance, situation.targets, situation.lead_s, factor=factor
+@frozen(kw_only=True)
+class Situation:
+    """What decides about needs."""
+
+    targets: PlannerTargets
+    """The latencies to reach."""
+    lead_s: float
+    """Seconds until a worker started now is ready."""
+    demands: Mapping[Role, Demand]
+    """By role, for each role of the fleet."""
+    performance: Mapping[Role, EnginePerformance]
+    """How fast a worker of each role is."""
+    supply: Mapping[Role, int]
+    """Workers of each role that are ready or will be."""
+
+
+@frozen(kw_only=True)
+class Need:
+    """The number of workers that a role needs."""
+
+    workers: int
+    """0 or more; bounds, budget and holds come later."""
+    reason: str
+    """Why, in one line, for people."""
+    warning: str | None = None
+    """What no number of workers can help, such as a target below the time of one prompt."""
+
+
+NeedOf = Callable[[Situation], Mapping[Role, Need]]
+"""Says what each role in ``Situation.demands`` needs, from the situation alone.
+
+The same number must answer "may the fleet shrink?" and "must it grow?", so that it does not flap:
+the holds that make shrinking slow come later.
+"""
+
+
+def needs(situation: Situation, headroom: float = 0.0) -> Mapping[Role, Need]:
+    """What each role needs by ``need``, for ``1 + headroom`` times the demand."""
+    return {
+        role: _need(role, demand, situation, headroom) for role, demand in situation.demands.items()
+    }
+
+
+def _need(role: Role, demand: Demand, situation: Situation, headroom: float) -> Need:
+    performance = situation.performance[role]
+    factor = demand.growth * (1 + headroom)
+    workers = need(role, demand, performance, situation.targets, situation.lead_s, factor=factor)
+    prompt_tokens = _mean(demand.prompt_lengths)
+    work_s = performance.work_s(prompt_tokens, demand.output_tokens)
+    work = demand.requests_per_s * work_s
+    reason = f"work {work:.2f}, growth {demand.growth:.2f} in {situation.lead_s:.0f} s"
+    if workers and demand.requests_per_s:
+        reason += f", utilisation {work * factor / workers:.2f}"
+    limit = situation.targets.ttft_s * performance.prefill_tokens_per_s
+    longest = max(demand.prompt_lengths, default=0)
+    warning = None
+    if role is not Role.PREFILL and situation.targets.itl_s < _one_step_s(performance):
+        warning = (
+            f"{role}: itl_s {situation.targets.itl_s:g} cannot be reached: a step with one "
+            f"request takes {_one_step_s(performance):.4g} s"
         )
-        prompt_tokens = _mean(demand.prompt_lengths)
-        work_s = performance.work_s(prompt_tokens, demand.output_tokens)
-        work = demand.requests_per_s * work_s
-        reason = f"work {work:.2f}, growth {demand.growth:.2f} in {situation.lead_s:.0f} s"
-        if workers and demand.requests_per_s:
-            reason += f", utilisation {work * factor / workers:.2f}"
-        limit = situation.targets.ttft_s * performance.prefill_tokens_per_s
-        longest = max(demand.prompt_lengths, default=0)
-        warning = None
-        if role is not Role.PREFILL and situation.targets.itl_s < _one_step_s(performance):
-            warning = (
-                f"{role}: itl_s {situation.targets.itl_s:g} cannot be reached: a step with one "
-                f"request takes {_one_step_s(performance):.4g} s"
-            )
-        elif longest / _BUCKET > limit:
-            warning = (
-                f"{role}: ttft_s {situation.targets.ttft_s:g} cannot be reached for prompts over "
-                f"{math.floor(limit):,} tokens, by any number of workers"
-            )
-        return Need(workers=workers, reason=reason, warning=warning)
+    elif longest / _BUCKET > limit:
+        warning = (
+            f"{role}: ttft_s {situation.targets.ttft_s:g} cannot be reached for prompts over "
+            f"{math.floor(limit):,} tokens, by any number of workers"
+        )
+    return Need(workers=workers, reason=reason, warning=warning)
 
 
 def need(

@@ -6,9 +6,9 @@ Pure: state goes in and out, and time comes with the observation.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 from attrs import evolve, field, frozen
 
@@ -25,21 +25,15 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.planning import supply, within
 from commutator_slo.config import SloConfig
+from commutator_slo.growth import Growth, GrowthState
 from commutator_slo.learned import LearnedSpeed
-from commutator_slo.situation import (
-    Demand,
-    Forecaster,
-    Need,
-    NeedPolicy,
-    PlanConstraint,
-    Situation,
-)
+from commutator_slo.need import Demand, Need, NeedOf, Situation
+from commutator_slo.need import needs as queueing_needs
 
 __all__ = [
     "Pipeline",
     "PipelineState",
     "RoleState",
-    "no_growth",
 ]
 
 _LEVEL_S = 60.0
@@ -100,7 +94,7 @@ class RoleState:
 
     speed: LearnedSpeed
     """How fast a worker is."""
-    forecast: Any
+    forecast: GrowthState = GrowthState()
     windows: tuple[_Window, ...] = ()
     """Those of the last minute."""
     lengths: Mapping[int, float] = field(factory=dict)
@@ -144,39 +138,25 @@ class PipelineState:
     """The part of the requests that missed a target of late."""
 
 
-class _NoGrowth(Forecaster[None]):
-    def begin(self) -> None:
-        return None
-
-    def update(self, state: None, time_s: float, level: float, lead_s: float) -> None:
-        return None
-
-    def growth(self, state: None, lead_s: float) -> float:
-        return 1.0
-
-
-def no_growth() -> Forecaster[Any]:
-    """The forecaster of a planner without one: demand stays as it is."""
-    return _NoGrowth()
-
-
 class Pipeline(PlannerPolicy[PipelineState]):
-    """Runs a policy, a forecaster and constraints under the options of `slo`."""
+    """What is needed by queueing and forecast, under the options of `slo`."""
 
     def __init__(
         self,
         config: SloConfig,
         performance: Mapping[Role, EnginePerformance],
-        policy: NeedPolicy,
-        forecaster: Forecaster[Any],
-        constraints: Sequence[PlanConstraint] = (),
+        *,
+        needs: NeedOf | None = None,
+        growth: Growth | None = None,
     ) -> None:
-        """``performance``: of a worker of each role that the fleet may have."""
+        """``performance``: of a worker of each role that the fleet may have.
+
+        ``needs``: instead of queueing formulas. Without ``growth`` demand is taken to stay.
+        """
         self._config = config
         self._performance = performance
-        self._policy = policy
-        self._forecaster = forecaster
-        self._constraints = constraints
+        self._needs = needs or partial(queueing_needs, headroom=config.headroom)
+        self._growth = growth
 
     def begin(
         self, learned: Mapping[Role, Mapping[int, SampleSums]] | None = None
@@ -189,12 +169,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
             role: LearnedSpeed(told=told, buckets=(learned or {}).get(role, {})).fitted(None)
             for role, told in self._performance.items()
         }
-        return PipelineState(
-            roles={
-                role: RoleState(speed=speed, forecast=self._forecaster.begin())
-                for role, speed in speeds.items()
-            }
-        )
+        return PipelineState(roles={role: RoleState(speed=speed) for role, speed in speeds.items()})
 
     def propose(self, state: PipelineState, seen: Observation) -> tuple[PipelineState, Sizing]:
         """Where arrivals or workers are not known, or the policy fails, the last plan stays."""
@@ -212,15 +187,14 @@ class Pipeline(PlannerPolicy[PipelineState]):
             for lines in notes.values():
                 lines.append(f"reserve {state.reserve:.0%}")
         if needed:
-            needs = self._limited(_counts(needed), situation, notes, warnings)
-            silent: dict[Role, list[str]] = {role: [] for role in self._performance}
-            cautious_needs = self._limited(_counts(cautious), situation, silent, [])
+            needs = self._limited(needed, notes)
+            cautious_needs = self._limited(cautious, defaultdict(list))
             desired: dict[Role, int] = {}
             roles = dict(state.roles)
             for role, notes_of_role in notes.items():
                 roles[role], desired[role] = self._hold(
-                    state, role, needs[role], cautious_needs[role], situation, start_up_s,
-                    notes_of_role,
+                    state, role, needs[role], cautious_needs[role], seen.time_s, start_up_s,
+                    situation.supply[role], notes_of_role,
                 )  # fmt: skip
             state = evolve(state, roles=roles)
         else:
@@ -333,9 +307,10 @@ class Pipeline(PlannerPolicy[PipelineState]):
             _Window(seen.time_s, seen.window_s, arrived.requests, arrived.prompt_tokens, answers),
         )
         forecast, span_s = one.forecast, sum(window.span_s for window in windows)
-        if span_s >= _LEVEL_S / 2:  # the level of less time varies too much by chance
+        # The level of less time varies too much by chance.
+        if self._growth is not None and span_s >= _LEVEL_S / 2:
             level = sum(window.work_s(speed.performance) for window in windows) / span_s
-            forecast = self._forecaster.update(forecast, seen.time_s, level, lead_s)
+            forecast = self._growth.update(forecast, seen.time_s, level, lead_s)
         kept = math.exp(-seen.window_s / _SHAPE_S)
         lengths = {
             tokens: weight * kept for tokens, weight in one.lengths.items() if weight > _FORGOTTEN
@@ -370,26 +345,23 @@ class Pipeline(PlannerPolicy[PipelineState]):
     def _situation(self, state: PipelineState, seen: Observation, start_up_s: float) -> Situation:
         workers = seen.workers or ()
         backlog: Counter[Role] = Counter(seen.waiting_tokens)
-        active: Counter[Role] = Counter()
         for worker in workers:
             if worker.phase is not WorkerPhase.DRAINING:
                 backlog[worker.role] += worker.active_prefill_tokens
-            active[worker.role] += worker.active_requests
         lead_s = self._lead_s(state)
         demands = {}
         for role, one in state.roles.items():
+            growth = 1.0 if self._growth is None else self._growth.growth(one.forecast)
             demands[role] = Demand(
                 requests_per_s=self._rate_per_s(role, one, state.output_tokens),
                 prompt_lengths=one.lengths,
                 context_tokens=one.context_tokens / one.gaps if one.gaps else 0.0,
                 output_tokens=0.0 if role is Role.PREFILL else state.output_tokens,
                 gap_variation=_gap_variation(one),
-                growth=self._reserved(state, self._forecaster.growth(one.forecast, lead_s)),
+                growth=self._reserved(state, growth),
                 backlog_tokens=backlog[role],
-                active_requests=active[role],
             )
         return Situation(
-            time_s=seen.time_s,
             targets=self._config.targets,
             lead_s=lead_s,
             demands=demands,
@@ -405,8 +377,8 @@ class Pipeline(PlannerPolicy[PipelineState]):
             warnings.append("arrivals or workers are not known: the last plan stays")
             return {}, {}
         try:
-            needed = self._policy.propose(situation)
-            cautious = self._policy.propose(self._cautiously(state, situation))
+            needed = self._needs(situation)
+            cautious = self._needs(self._cautiously(state, situation))
             warnings += [one.warning for one in needed.values() if one.warning]
             return (
                 {role: needed[role] for role in situation.demands},
@@ -443,7 +415,9 @@ class Pipeline(PlannerPolicy[PipelineState]):
         """The same with as much more demand as the arrivals that were counted vary by chance."""
         demands = {}
         for role, demand in situation.demands.items():
-            rests_on_s = self._forecaster.rests_on_s(state.roles[role].forecast)
+            rests_on_s = _LEVEL_S
+            if self._growth is not None:
+                rests_on_s = self._growth.rests_on_s(state.roles[role].forecast)
             requests = demand.requests_per_s * rests_on_s
             factor = 1 + _CAUTION / math.sqrt(requests) if requests else 1.0
             factor **= max(0.0, state.reserve)
@@ -453,30 +427,17 @@ class Pipeline(PlannerPolicy[PipelineState]):
     # ---------------------------------------------------------------- constrain
 
     def _limited(
-        self,
-        wanted: Mapping[Role, int],
-        situation: Situation,
-        notes: Mapping[Role, list[str]],
-        warnings: list[str],
+        self, needed: Mapping[Role, Need], notes: Mapping[Role, list[str]]
     ) -> dict[Role, int]:
-        """``wanted`` within the constraints, bounds and budget."""
-        counts = dict(wanted)
-        for constraint in self._constraints:
-            try:
-                limits = constraint.limits(counts, situation)
-            except Exception as error:  # noqa: BLE001 - the others still hold
-                problem = f"{type(error).__name__}: {error}"
-                warnings.append(f"{type(constraint).__name__} failed: {problem}")
-                continue
-            for role, limit in limits.items():
-                if role not in counts:
-                    continue
-                allowed = max(counts[role], limit.floor)
-                if limit.ceiling is not None:
-                    allowed = min(allowed, limit.ceiling)
-                if allowed != counts[role]:
-                    notes[role].append(f"{allowed} by {limit.reason}")
-                    counts[role] = allowed
+        """What is needed within constraints, bounds and budget."""
+        counts = {role: max(0, one.workers) for role, one in needed.items()}
+        if Role.PREFILL in counts and Role.DECODE in counts:
+            decode = counts[Role.DECODE]
+            for ratio in self._config.constraints:
+                allowed = ratio.limited(counts[Role.PREFILL], decode)
+                if allowed != counts[Role.PREFILL]:
+                    notes[Role.PREFILL].append(f"{allowed} by the ratio to {decode} decode workers")
+                    counts[Role.PREFILL] = allowed
         return within(self._config, counts, notes)
 
     def _in_use(self, state: PipelineState, role: Role, now_s: float) -> bool:
@@ -494,12 +455,13 @@ class Pipeline(PlannerPolicy[PipelineState]):
         role: Role,
         need: int,
         cautious: int,
-        situation: Situation,
+        now_s: float,
         start_up_s: float,
+        supply: int,
         notes: list[str],
     ) -> tuple[RoleState, int]:
         """The workers of a role: at once as many as needed, fewer only after some time."""
-        one, now_s = state.roles[role], situation.time_s
+        one = state.roles[role]
         window_s = max(self._config.hold_s, start_up_s)
         cautious = max(need, cautious)
         needs = [past for past in one.needs if past[0] > now_s - window_s]
@@ -511,7 +473,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
             needs=tuple(needs),
             flips=tuple(time_s for time_s in one.flips if time_s > now_s - _HOUR_S),
         )
-        current = situation.supply[role] if one.desired is None else one.desired
+        current = supply if one.desired is None else one.desired
         if need >= current:
             return _changed(one, current, need, now_s), need
         lowest = needs[0][1]
@@ -550,10 +512,6 @@ class Pipeline(PlannerPolicy[PipelineState]):
             samples=one.speed.samples,
             residual=one.speed.residual,
         )
-
-
-def _counts(needed: Mapping[Role, Need]) -> dict[Role, int]:
-    return {role: max(0, one.workers) for role, one in needed.items()}
 
 
 def _gap_variation(one: RoleState) -> float:

@@ -1,4 +1,4 @@
-"""The planner kind `slo`, with the forecaster `growth` and the constraint `ratio`."""
+"""The planner kind `slo`."""
 
 from __future__ import annotations
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from commutator.contract.planner import EnginePerformance, PlannerContext, SampleSums
 from commutator.contract.worker import Role
 from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth
 from commutator_slo.learned_file import LearnedFile, machine
-from commutator_slo.need import QueueingNeed
-from commutator_slo.pipeline import Pipeline, PipelineState, no_growth
-from commutator_slo.ratio import Ratio
-from commutator_slo.situation import Forecaster
+from commutator_slo.pipeline import Pipeline, PipelineState
 
-__all__ = ["Slo", "forecaster_of"]
+__all__ = ["Slo"]
 
 
 class Slo(Pipeline):
@@ -27,16 +23,12 @@ class Slo(Pipeline):
         config: SloConfig,
         context: PlannerContext,
         *,
-        forecaster: Forecaster[Any] | None = None,
+        growth: Growth | None = None,
     ) -> None:
-        """``forecaster``: instead of that of the options. ``config`` has no problems."""
-        super().__init__(
-            config,
-            _performance(config, context),
-            QueueingNeed(config),
-            forecaster_of(config) if forecaster is None else forecaster,
-            [Ratio(one) for one in config.constraints],
-        )
+        """``growth``: instead of that of the options. ``config`` has no problems."""
+        if growth is None and config.forecaster is not None:
+            growth = Growth(config.forecaster)
+        super().__init__(config, _performance(config, context), growth=growth)
         self._file: LearnedFile | None = None
         if config.learned_file is not None and context.fingerprints:
             keys = {role: f"{machine()} {one}" for role, one in context.fingerprints.items()}
@@ -53,11 +45,6 @@ class Slo(Pipeline):
     def keep(self, state: PipelineState) -> None:
         if self._file is not None:
             self._file.write({role: one.speed.buckets for role, one in state.roles.items()})
-
-
-def forecaster_of(config: SloConfig) -> Forecaster[Any]:
-    """The forecaster of the options; one that expects no growth where they have none."""
-    return no_growth() if config.forecaster is None else Growth(config.forecaster)
 
 
 def _performance(config: SloConfig, context: PlannerContext) -> Mapping[Role, EnginePerformance]:

@@ -118,13 +118,12 @@ def decode_rate(
     *,
     context_tokens: float | None = None,
     attainment: float | None = None,
-    variation: float = 1.0,
 ) -> float:
     """Requests a second that a worker can decode within ``itl_s``, also by batch and KV memory.
 
     ``prompt_tokens`` are those that it computes itself, of ``context_tokens`` that its memory holds
     (None: the same). On average; with ``attainment``, for that part of the requests, where the
-    variance of the number of requests that run at once is ``variation`` times its mean.
+    variance of the number of requests that run at once is its mean.
     """
     work_s = performance.work_s(prompt_tokens, output_tokens)
     if output_tokens <= 0 or work_s <= 0:
@@ -136,8 +135,8 @@ def decode_rate(
     memory = performance.kv_tokens / (held + output_tokens / 2)
     most = min(most, float(performance.max_running), memory)
     if attainment is not None:
-        # n + z sqrt(variation n) <= most
-        spread = max(0.0, NormalDist().inv_cdf(attainment)) * math.sqrt(variation)
+        # n + z sqrt(n) <= most
+        spread = max(0.0, NormalDist().inv_cdf(attainment))
         most = math.pow((math.sqrt(spread**2 + 4 * most) - spread) / 2, 2)
     stream = Stream(rate_per_s=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     step_s = step_time_s(performance, stream, most)
