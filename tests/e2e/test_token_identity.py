@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.e2e.identity_prompts import PROMPTS
 from tests.support.oracle import SOURCE, greedy
+from tests.support.reference_integrity import check_engine
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -60,7 +61,7 @@ def run(
             cached += delta.cached_tokens or 0
             if delta.finish_reason is not None:
                 running.discard(key)
-    engine.check_integrity()
+    check_engine(engine)
     assert engine.load().kv_used_blocks == 0
     return list(made.values()), cached
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from attrs import evolve
 from tests.support.kv_integrity import check_connector
+from tests.support.reference_integrity import check_engine
 
 from commutator.contract.block import CacheIdentity, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
@@ -53,7 +54,7 @@ class TieredEngine:
     def step(self) -> None:
         for key, delta in self.engine.step():
             self.said.setdefault(key, []).append(delta)
-        self.engine.check_integrity()
+        check_engine(self.engine)
         check_connector(self.connector)
         if not self.engine.computes:
             time.sleep(0.001)

@@ -8,6 +8,7 @@ from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.reference_integrity import check_pool
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, CacheIdentity
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
@@ -91,7 +92,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.pool.check_integrity()
+        check_pool(self.pool)
         held = {block for blocks in self.holders for block in blocks}
         assert self.pool.held == len(held)
         assert self.pool.available == self.pool.num_blocks - len(held)
@@ -122,7 +123,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.held == 0
             self.pool.clear()
             assert self.pool.cached == 0
-            self.pool.check_integrity()
+            check_pool(self.pool)
 
 
 TestBlockPool = BlockPoolMachine.TestCase

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.reference_integrity import check_scheduler
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator_reference.block_pool import BlockPool
@@ -89,8 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.scheduler.check_integrity()
-        assert self.scheduler.running + self.scheduler.waiting == len(self.wanted)
+        check_scheduler(self.scheduler)
+        assert self.scheduler.running + len(self.scheduler.queue) == len(self.wanted)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
@@ -102,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert steps < 5_000, "a request starves"
         self.books_balance()
         assert self.pool.held == 0
-        assert self.scheduler.running == self.scheduler.waiting == 0
+        assert self.scheduler.running == len(self.scheduler.queue) == 0
 
     def _step(self, token: int) -> None:
         before = {key: self._sequence(key).rank for key in self.wanted}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.reference_integrity import check_engine
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
@@ -56,7 +57,7 @@ def finish(engine: ReferenceEngine) -> dict[int, list[TokenDelta]]:
             return said
         for key, delta in engine.step():
             said.setdefault(key, []).append(delta)
-        engine.check_integrity()
+        check_engine(engine)
     raise AssertionError("the engine does not finish")
 
 
@@ -122,7 +123,7 @@ def test_a_step_that_no_request_needs_is_not_computed(monkeypatch: pytest.Monkey
     assert not engine.arena.tensor.any(), "no layer was computed"
     assert engine.step() == []
     assert engine.load() == EngineLoad(kv_capacity_blocks=128)
-    engine.check_integrity()
+    check_engine(engine)
 
 
 def test_preemption_changes_nothing(expected: list[list[int]]) -> None:
@@ -374,13 +375,6 @@ def test_bfloat16_runs() -> None:
     engine.submit(1, request(PROMPTS[4]))
     engine.submit(2, request(PROMPTS[2]))
     assert all(len(tokens(deltas)) == 12 for deltas in finish(engine).values())
-
-
-@pytest.mark.parametrize("limit", ["max_running_requests", "max_tokens_per_step"])
-def test_limits_of_nothing_are_refused(limit: str) -> None:
-    sizes: dict[str, Any] = {"num_blocks": 1, limit: 0}
-    with pytest.raises(ValueError, match="at least 1"):
-        EngineOptions(**sizes)
 
 
 def test_every_step_is_in_memory_before_others_may_read_it(

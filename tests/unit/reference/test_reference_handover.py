@@ -11,6 +11,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 from tests.support.handover_rig import Worker, hand_over, phases, request, tiny_worker
+from tests.support.reference_integrity import check_engine
 
 from commutator.contract.engine import ModelConfig
 from commutator.contract.request import TokenDelta
@@ -66,7 +67,7 @@ async def test_answers_are_those_of_one_worker(theirs: int, ours: int) -> None:
         await decode.until_idle()
         for worker in (prefill, decode):
             assert worker.tiny is not None
-            worker.tiny.engine.check_integrity()
+            check_engine(worker.tiny.engine)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8)])
@@ -205,7 +206,7 @@ async def test_preemption_on_either_side_changes_nothing() -> None:
         await decode.until_idle()
         for worker in (prefill, decode):
             assert worker.tiny is not None
-            worker.tiny.engine.check_integrity()
+            check_engine(worker.tiny.engine)
 
 
 def started(**options: Any) -> ReferenceServer:

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 from tests.support.handover_rig import Worker, phases, request, tiny_worker
+from tests.support.reference_integrity import check_engine
 
 from commutator.contract.request import GenerateRequest
 from commutator.errors import EngineError
@@ -69,4 +70,4 @@ async def test_whatever_is_aborted_the_answers_are_right_and_nothing_is_left() -
         for worker in (prefill, decode):
             await worker.until_idle()
             assert worker.tiny is not None
-            worker.tiny.engine.check_integrity()
+            check_engine(worker.tiny.engine)

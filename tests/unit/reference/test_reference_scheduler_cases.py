@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.reference_integrity import check_scheduler
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator_reference.block_pool import BlockPool
@@ -40,7 +41,7 @@ def run(scheduler: Scheduler, token: int = 9) -> Step:
             sequence = scheduler.get(chunk.key)
             assert sequence is not None
             sequence.tokens.append(token)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return step
 
 
@@ -74,7 +75,7 @@ def test_never_more_run_than_a_step_has_tokens() -> None:
     for key in range(5):
         add(scheduler, key, [key])
     run(scheduler)
-    assert (scheduler.running, scheduler.waiting) == (2, 3)
+    assert (scheduler.running, len(scheduler.queue)) == (2, 3)
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
@@ -176,7 +177,7 @@ def test_a_request_is_not_admitted_beside_prompts_still_to_be_computed() -> None
     add(scheduler, 1, [1] * 20)
     add(scheduler, 2, [2] * 20)
     run(scheduler)
-    assert (scheduler.running, scheduler.waiting) == (1, 1)
+    assert (scheduler.running, len(scheduler.queue)) == (1, 1)
 
 
 @pytest.mark.parametrize("length", [0, 16, 17])

@@ -307,21 +307,3 @@ class BlockPool:
         hashes = tuple(identity.event_hash for identity in identities)
         if hashes:
             self._events.append(BlockRemoved(block_hashes=hashes))
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the accounting is wrong. Linear in the number of blocks."""
-        free, cached = set(self._free), set(self._cached)
-        held = {block for block, count in enumerate(self._references) if count > 0}
-        assert not free & set(self._lent), "a block that is being copied is free"
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is free and cached"
-        assert free | cached | held == set(range(self.num_blocks)), "a block is lost"
-        assert not held & (free | cached), "a held block can be reallocated"
-        assert min(self._references, default=0) >= 0, "a negative reference count"
-        registered = {b: i for b, i in enumerate(self._identities) if i is not None}
-        assert cached <= set(registered), "a cached block has no identity"
-        assert not free & set(registered), "a free block has an identity"
-        assert self._by_digest == {i.digest: b for b, i in registered.items()}, "index differs"
-        for identity in () if self.has_tiers else registered.values():
-            parent = identity.parent_digest
-            assert parent is None or parent in self._by_digest, "a parent is not registered"

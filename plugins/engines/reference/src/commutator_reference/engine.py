@@ -60,11 +60,6 @@ class EngineOptions:
     """Most tokens of prompt and answer together; by default what model and arena allow."""
     prefix_caching: bool = True
 
-    def __attrs_post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_running_requests", "max_tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
 
 class ReferenceEngine:
     """Continuous batching over one model and one KV arena.
@@ -217,12 +212,6 @@ class ReferenceEngine:
     def preemptions(self) -> int:
         """How often a request has lost its blocks to another."""
         return self._scheduler.preemptions
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the block accounting is wrong; from the driving thread."""
-        handed = () if self._handover is None else (self._handover.exports, self._handover.pulls)
-        tiers = () if self._tiering is None else (self._tiering,)
-        self._scheduler.check_integrity((*handed, *tiers))
 
     def run(self, emit: Callable[[Deltas], None], stop: threading.Event) -> None:
         """Step while there is work, sleep while there is none, until ``stop`` is set.
@@ -401,7 +390,7 @@ class ReferenceEngine:
         pool = self.pool
         return EngineLoad(
             running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
+            waiting=len(self._scheduler.queue),
             kv_used_blocks=pool.held,
             kv_cached_blocks=pool.cached,
             kv_capacity_blocks=pool.num_blocks,

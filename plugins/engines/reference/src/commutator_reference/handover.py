@@ -236,10 +236,6 @@ class Exports:
         if (export := self._exports.pop(key, None)) is not None:
             self._exporter.fail(export.id, _ABORTED)
 
-    def held_blocks(self) -> set[int]:
-        """Blocks that are held for hand-overs."""
-        return set(self._exporter.held())
-
     def _publish(self, export_id: str, blocks: Many[int], keys: Many[bytes]) -> None:
         """Compute checksums of held blocks on another thread, and publish piece by piece."""
         new = [
@@ -357,10 +353,6 @@ class Pulls:
                 # In the order of the tokens, so that no block is reallocated before its child.
                 self._pool.release([*pull.chain, *spare])
         return failed
-
-    def held_blocks(self) -> set[int]:
-        """Blocks that are held for hand-overs."""
-        return {block for pull in self._pulls.values() for block in (*pull.chain, *pull.blocks)}
 
     def _adopt(self, pull: _Pull, count: int) -> None:
         size = self._pool.block_size

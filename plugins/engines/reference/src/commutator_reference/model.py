@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
 from commutator.tokenizer import read_gguf
 from commutator_reference.arena import KVArena
@@ -33,7 +33,6 @@ from commutator_reference.weights import (
 __all__ = [
     "Abandoned",
     "Batch",
-    "Linear",
     "LlamaModel",
     "build_batch",
     "load_model",
@@ -214,40 +213,6 @@ def rotate_(heads: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
     heads.mul_(cosines).addcmul_(partners, signed_sines)
 
 
-class Linear:
-    """``x @ weight.T`` for one weight [out, in].
-
-    On CPUs float32 weights are stored in oneDNN's blocked order, as PyTorch's own compiler does:
-    for the few rows of a decode batch it is twice as fast as the plain order.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self._packed = _can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight  # noqa: SLF001
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] to [rows, out]."""
-        if self._packed:
-            result: Tensor = _packed_linear(x, self._weight, None, "none", [], "")
-            return result
-        return linear(x, self._weight)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
-
-
-def _packed_linear(*arguments: object) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(*arguments)  # noqa: SLF001
-    return result
-
-
 class Abandoned(Exception):  # noqa: N818 - nothing went wrong
     """The result of this forward pass is no longer needed."""
 
@@ -259,10 +224,8 @@ class LlamaModel:
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._embedding = weights.embedding
+        self._weights = weights
         self._layers = [_Layer(config, index, w) for index, w in enumerate(weights.layers)]
-        self._norm = weights.norm
-        self._output = Linear(weights.output)
         self._rope_frequencies = rope_frequencies(config).to(self.device)
 
     @torch.inference_mode()
@@ -273,15 +236,16 @@ class LlamaModel:
 
         ``wanted`` is called before each layer. Raises Abandoned once it returns False.
         """
-        x = embedding(batch.token_ids, self._embedding)
+        x = embedding(batch.token_ids, self._weights.embedding)
         tables = rope_tables(self._rope_frequencies, batch.positions, self.dtype)
         for layer in self._layers:
             if not wanted():
                 raise Abandoned
             layer(x, batch, arena, tables)
         sampled = x.index_select(0, batch.sample_rows)
-        normed = rms_norm(sampled, self._norm.shape, self._norm, self.config.norm_epsilon)
-        return self._output(normed).float()
+        norm = self._weights.norm
+        normed = rms_norm(sampled, norm.shape, norm, self.config.norm_epsilon)
+        return self._weights.output(normed).float()
 
 
 class _Layer:
@@ -290,29 +254,26 @@ class _Layer:
         self._config = config
         self._group_size = config.num_heads // config.num_kv_heads
         """Query heads that share one KV head."""
-        self._attention_norm = weights.attention_norm
-        self._qkv = Linear(weights.qkv)
-        self._attention_output = Linear(weights.attention_output)
-        self._mlp_norm = weights.mlp_norm
-        self._gate_up = Linear(weights.gate_up)
-        self._down = Linear(weights.down)
+        self._weights = weights
 
     def __call__(
         self, x: Tensor, batch: Batch, arena: KVArena, tables: tuple[Tensor, Tensor]
     ) -> None:
         """Add this layer's attention and MLP to ``x`` [tokens, hidden], in place."""
-        config = self._config
-        normed = rms_norm(x, self._attention_norm.shape, self._attention_norm, config.norm_epsilon)
-        qkv = self._qkv(normed).view(len(x), -1, config.head_size)
+        config, weights = self._config, self._weights
+        norm = weights.attention_norm
+        normed = rms_norm(x, norm.shape, norm, config.norm_epsilon)
+        qkv = weights.qkv(normed).view(len(x), -1, config.head_size)
         rotate_(qkv[:, : config.num_heads + config.num_kv_heads], *tables)
         arena.write(
             self._index, batch.write_blocks, batch.write_offsets, qkv[:, config.num_heads :]
         )
-        x += self._attention_output(self._attend(qkv, batch, arena))
+        x += weights.attention_output(self._attend(qkv, batch, arena))
 
-        normed = rms_norm(x, self._mlp_norm.shape, self._mlp_norm, config.norm_epsilon)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        x += self._down(silu(gate) * up)
+        norm = weights.mlp_norm
+        normed = rms_norm(x, norm.shape, norm, config.norm_epsilon)
+        gate, up = weights.gate_up(normed).chunk(2, dim=-1)
+        x += weights.down(silu(gate) * up)
 
     def _attend(self, qkv: Tensor, batch: Batch, arena: KVArena) -> Tensor:
         """[tokens, heads * head size]. Query heads are grouped under the KV head they share."""

@@ -216,7 +216,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _takes_likeliest(sequence: Sequence) -> bool:
-    params = sequence.sampling
+    params = sequence.request.sampling
     return (
         params.temperature < _GREEDY_BELOW
         and params.top_logprobs is None
@@ -225,7 +225,7 @@ def _takes_likeliest(sequence: Sequence) -> bool:
 
 
 def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[int]) -> Sampled:
-    params, raw = sequence.sampling, logits
+    params, raw = sequence.request.sampling, logits
     if is_adjusted(params, sequence.output_length):
         stops = _stop_ids(params, eos_token_ids)
         logits = adjust(logits, params, sequence.tokens, sequence.prompt_length, stops)
@@ -277,7 +277,7 @@ def find_stop(
     The ending token stays in the output; ``stop_reason`` names a stop id or string, and is None
     for the end-of-sequence token, as in vLLM.
     """
-    params, token = sequence.sampling, sequence.tokens[-1]
+    params, token = sequence.request.sampling, sequence.tokens[-1]
     if sequence.output_length >= params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return Stop(FinishReason.STOP)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from attrs import define, evolve, field, frozen
 
-from commutator import GenerateRequest, RetentionHints, SamplingParams
+from commutator import GenerateRequest, RetentionHints
 from commutator.contract.block import CacheIdentity, retention_hints
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 
@@ -28,9 +28,6 @@ class BlockLoads(Protocol):
 
     def drop(self, key: int) -> None:
         """The request ended."""
-
-    def held_blocks(self) -> set[int]:
-        """Blocks held in addition to those of running requests."""
 
 
 @define(eq=False)
@@ -85,11 +82,6 @@ class Sequence:
             seed=seed,
             namespace=evolve(base, adapter=request.adapter_digest, cache_salt=request.cache_salt),
         )
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The request's sampling parameters."""
-        return self.request.sampling
 
     @property
     def output_length(self) -> int:
@@ -212,11 +204,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def waiting(self) -> int:
-        """How many requests wait for admission."""
-        return len(self._waiting)
-
-    @property
     def queue(self) -> Many[Sequence]:
         """The requests that wait, in the order in which they will be admitted."""
         return self._waiting
@@ -264,16 +251,6 @@ class Scheduler:
             sequence.computed = chunk.end
             if self.pool.prefix_caching:
                 self._register_full_blocks(sequence)
-
-    def check_integrity(self, loads: Iterable[BlockLoads] = ()) -> None:
-        """Raise AssertionError when requests, ``loads`` and pool disagree about held blocks."""
-        self.pool.check_integrity()
-        assert len(self._running) <= self._max_running, "too many requests run"
-        assert len(self._running) + len(self._waiting) == len(self._sequences), "a request is lost"
-        assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
-        held = {block for sequence in self._running.values() for block in sequence.blocks}
-        held = held.union(*(load.held_blocks() for load in loads))
-        assert len(held) == self.pool.held, "a block is held by no request"
 
     def _plan_running(self, plan: dict[int, int]) -> list[int]:
         budget, preempted = self._max_tokens, list[int]()

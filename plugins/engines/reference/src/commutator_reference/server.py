@@ -38,7 +38,8 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
     def __init__(self, config: ReferenceConfig, start: EngineStart) -> None:
         """Raises ConfigError when the model or the KV arena cannot be as configured."""
         model = start.model
-        torch.set_num_threads(config.threads or _fair_threads(config.replicas))
+        fair_threads = max(1, (os.cpu_count() or 1) // config.replicas)
+        torch.set_num_threads(config.threads or fair_threads)
         device, dtype = _device(config), _dtype(config)
         missing = missing_for_handover(prefix_caching=config.prefix_caching)
         if missing is not None and config.role != "both":
@@ -160,10 +161,6 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             self._connector.close()
         if self._publisher is not None:
             self._publisher.close()
-
-
-def _fair_threads(replicas: int) -> int:
-    return max(1, (os.cpu_count() or 1) // replicas)
 
 
 def _device(config: ReferenceConfig) -> torch.device:

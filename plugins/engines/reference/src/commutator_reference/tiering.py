@@ -135,11 +135,6 @@ class Tiering:
         elif idle:
             self.prefetcher.idle()
 
-    def held_blocks(self) -> set[int]:
-        """Blocks that are held for loads."""
-        hits = {block for load in self._loads.values() for block in load.hits}
-        return hits | set(self._loading_blocks)
-
     @property
     def storing(self) -> bool:
         """Whether blocks are on their way to a tier, or wait for it."""

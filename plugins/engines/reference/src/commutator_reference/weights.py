@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import linear
 
 from commutator.contract.block import CacheIdentity
 from commutator.errors import ConfigError
@@ -25,6 +26,7 @@ from commutator_reference.llama import LlamaConfig, read_json
 
 __all__ = [
     "LayerWeights",
+    "Linear",
     "LlamaWeights",
     "TensorSource",
     "build_weights",
@@ -41,16 +43,50 @@ TensorSource = Callable[[str], Tensor]
 """A tensor by its Hugging Face name, in Hugging Face's row order; KeyError when there is none."""
 
 
+class Linear:
+    """``x @ weight.T`` for one weight [out, in].
+
+    On CPUs float32 weights are stored in oneDNN's blocked order, as PyTorch's own compiler does:
+    for the few rows of a decode batch it is twice as fast as the plain order.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = _can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight  # noqa: SLF001
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] to [rows, out]."""
+        if self._packed:
+            result: Tensor = _packed_linear(x, self._weight, None, "none", [], "")
+            return result
+        return linear(x, self._weight)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _packed_linear(*arguments: object) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(*arguments)  # noqa: SLF001
+    return result
+
+
 @frozen(eq=False)
 class LayerWeights:
-    """Weights of one layer; matrices are [out, in]."""
+    """Weights of one layer."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    attention_output: Tensor
+    qkv: Linear
+    attention_output: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @frozen(eq=False)
@@ -60,8 +96,8 @@ class LlamaWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    output: Tensor
-    """The embedding itself where the two are tied."""
+    output: Linear
+    """Of the embedding where the two are tied."""
 
 
 def build_weights(
@@ -96,11 +132,11 @@ def build_weights(
         )
         return LayerWeights(
             attention_norm=get(f"model.layers.{index}.input_layernorm.weight", hidden),
-            qkv=torch.cat(qkv),
-            attention_output=get(f"{attention}.o_proj.weight", hidden, query_size),
+            qkv=Linear(torch.cat(qkv)),
+            attention_output=Linear(get(f"{attention}.o_proj.weight", hidden, query_size)),
             mlp_norm=get(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
-            gate_up=torch.cat(gate_up),
-            down=get(f"{mlp}.down_proj.weight", hidden, config.intermediate_size),
+            gate_up=Linear(torch.cat(gate_up)),
+            down=Linear(get(f"{mlp}.down_proj.weight", hidden, config.intermediate_size)),
         )
 
     hidden = config.hidden_size
@@ -111,7 +147,7 @@ def build_weights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         norm=get("model.norm.weight", hidden),
-        output=(
+        output=Linear(
             embedding
             if config.tied_embeddings
             else get("lm_head.weight", config.vocab_size, hidden)

@@ -342,8 +342,8 @@ class SimEngine(TokenEngine):
             match event:
                 case Steps():
                     pass
-                case Stored() | Removed() | Offloaded():
-                    self._feed_blocks(event)
+                case Stored() | Removed() | Offloaded() if self._feed is not None:
+                    self._feed_blocks(self._feed, event)
                 case FirstToken():
                     self._streams[event.key].cached_tokens = event.cached_tokens
                 case Finished():
@@ -351,23 +351,13 @@ class SimEngine(TokenEngine):
                     deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
                 case Preempted():
                     preempted.append(event.key)
-                case Ready() | Pulling() | Pulled():
-                    self._hand_over(event)
+                case Ready() | Pulling() | Pulled() if self._handover is not None:
+                    self._handover.take(event)
         deltas += self._progress((*self._model.decoding(), *preempted))
         if self._feed is not None:
             self._feed.publish()
         if deltas and self._emit is not None:
             self._emit(deltas)
-
-    def _hand_over(self, event: Ready | Pulling | Pulled) -> None:
-        assert self._handover is not None
-        match event:
-            case Ready():
-                self._handover.ready(event)
-            case Pulling():
-                self._handover.pulling(event)
-            case Pulled():
-                self._handover.pulled(event.key)
 
     def _progress(self, keys: Iterable[int]) -> Iterator[tuple[int, TokenDelta]]:
         for key in keys:
@@ -376,9 +366,7 @@ class SimEngine(TokenEngine):
                 if generated > stream.sent:
                     yield key, stream.delta(generated)
 
-    def _feed_blocks(self, event: Stored | Removed | Offloaded) -> None:
-        if (feed := self._feed) is None:
-            return
+    def _feed_blocks(self, feed: EventFeed, event: Stored | Removed | Offloaded) -> None:
         if isinstance(event, Stored):
             stream = self._streams[event.key]
             asked = stream.request

@@ -29,7 +29,7 @@ from commutator_engine_kit.kv.transfer import (
     parse_transfer_params,
 )
 from commutator_sim.config import SimConfig
-from commutator_sim.events import Pulling, Ready
+from commutator_sim.events import Pulled, Pulling, Ready
 from commutator_sim.model import SimModel
 
 __all__ = ["Handover", "WaitingMover", "handover_info", "handover_source"]
@@ -183,7 +183,17 @@ class Handover:
         self._puller.begin(key, params, request)
         return shapes.aligned(len(request.token_ids) - 1) // self.info.block_size
 
-    def ready(self, event: Ready) -> None:
+    def take(self, event: Ready | Pulling | Pulled) -> None:
+        """The model tells how far a request's part is."""
+        match event:
+            case Ready():
+                self._ready(event)
+            case Pulling():
+                self._pulling(event)
+            case Pulled():
+                self._pulled(event.key)
+
+    def _ready(self, event: Ready) -> None:
         """Blocks of a prefill are computed, and held."""
         if (export := self._exports.get(event.key)) is None:
             return
@@ -198,21 +208,21 @@ class Handover:
         export.published += len(keys)
         self._complete(event.key, export)
 
-    def pulling(self, event: Pulling) -> None:
+    def _pulling(self, event: Pulling) -> None:
         """A decode has its blocks, and waits for their content."""
         pull, size = self._pulls[event.key], self.info.block_size
         pull.first_token = first = pull.shapes.aligned(event.first_block * size)
         blocks = range(first // size, event.end_block)
         self._puller.set_destination(event.key, ReadTarget(first, event.end_block * size, blocks))
 
-    def pulled(self, key: int) -> None:
+    def _pulled(self, key: int) -> None:
         """A decode needs no more blocks, or never needed any."""
         if self._pulls.pop(key, None) is not None:
             self._puller.drop(key)
 
     def drop(self, key: int) -> None:
         """A request was aborted, whatever its part in a hand-over."""
-        self.pulled(key)
+        self._pulled(key)
         if (export := self._exports.pop(key, None)) is not None:
             self._exporter.fail(export.id, "the prefill was aborted or has failed")
 

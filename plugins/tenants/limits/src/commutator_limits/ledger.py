@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 from attrs import define, field, frozen
 
 from commutator.contract.limiter import Standing
@@ -32,6 +33,7 @@ __all__ = [
     "Ledger",
     "LimitName",
     "Moment",
+    "Natural",
     "Refusal",
     "Settlement",
     "SlidingWindow",
@@ -92,14 +94,16 @@ def unstated_tokens(limits: Limits, prompt_tokens: int, answers: int) -> int:
     return max(prompt_tokens, min([guess, *(bound for bound in bounds if bound is not None)]))
 
 
-@frozen
-class Account:
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Account(msgspec.Struct, array_like=True):
     """What one principal has used, for another ledger that continues with it."""
 
     principal: str
-    requests: Sequence[tuple[int, int]]
+    requests: list[tuple[int, int]]
     """(second of the monotonic clock, requests), ascending, of this minute: all from the first."""
-    tokens: Sequence[tuple[int, int]]
+    tokens: list[tuple[int, int]]
     """The same of tokens."""
     day_tokens: int
     """Of this day of UTC."""
@@ -240,27 +244,25 @@ class _Usage:
         )
 
 
-@define
-class Settlement:
+class Settlement(msgspec.Struct, array_like=True):
     """Requests of one ticket that ended, all together."""
 
     ticket: int
-    count: int
-    unreached: int = 0
+    count: Natural
+    unreached: Natural = 0
     """Those of them that reached no worker: they cost nothing."""
-    below: int = 0
+    below: Natural = 0
     """Tokens by which they took less than they were charged, each of them that did."""
-    beyond: int = 0
+    beyond: Natural = 0
     """Tokens by which they took more, each of them that did."""
 
 
-@define
-class Use:
+class Use(msgspec.Struct, array_like=True):
     """Requests that a door admitted of what it was allowed, since it reported the last."""
 
     principal: str
-    requests: int
-    tokens: int
+    requests: Natural
+    tokens: Natural
     """That they were charged together."""
     ended: Settlement
     """Those of them that ended; its ticket stands for the others."""

@@ -40,10 +40,7 @@ from commutator_limits.ledger import (
 from commutator_limits.service import (
     SERVICE,
     now,
-    pack_account,
     pack_limits,
-    pack_settlement,
-    pack_use,
     unpack_accounts,
     unpack_allowed,
     unpack_answer,
@@ -530,8 +527,7 @@ class LocalLimiter(CountingLimiter):
                 day, accounts = self._ledger.changes(self._changed, self._clock())
             else:
                 day, accounts = self._ledger.accounts(self._clock())
-            packed = [pack_account(one) for one in accounts]
-            link.connection.send([SERVICE, "changes", day, packed])
+            link.connection.send([SERVICE, "changes", day, accounts])
             self._copied = True
             self._changed.clear()
 
@@ -603,8 +599,7 @@ class SharedLimiter(CountingLimiter):
             sender.is_asking = True
             limits = pack_limits(sender.limits)
             asked.append((number, sender.principal, limits, *more))
-        reported = [pack_use(one) for one in used], [pack_settlement(one) for one in ended]
-        self._link.connection.send([SERVICE, "report", *reported, asked])
+        self._link.connection.send([SERVICE, "report", used, ended, asked])
 
     def _return(self, principal: str) -> None:
         if self._link.connection is not None:

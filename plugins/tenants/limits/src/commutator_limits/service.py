@@ -28,10 +28,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from operator import attrgetter
+from typing import Any
 
 import msgspec
-from attrs import define
+from attrs import define, fields
 
 from commutator.contract.limiter import Standing
 from commutator.contract.principal import Limits
@@ -41,6 +42,7 @@ from commutator_limits.ledger import (
     Ledger,
     LimitName,
     Moment,
+    Natural,
     Refusal,
     Settlement,
     Use,
@@ -50,10 +52,7 @@ __all__ = [
     "SERVICE",
     "LedgerService",
     "now",
-    "pack_account",
     "pack_limits",
-    "pack_settlement",
-    "pack_use",
     "unpack_accounts",
     "unpack_allowed",
     "unpack_answer",
@@ -67,26 +66,24 @@ _RECALL_TIMEOUT_S = 0.25
 _MAX_ALLOWED = 4096
 """Requests, by one answer."""
 
+COUNTED = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "concurrent_requests",
+)
+"""The limits that the ledger needs, in the order of a frame."""
 _Packed = tuple[int | None, int | None, int | None, int | None]
-
-
 _Facts = tuple[int | None, int | None, float | None, int | None, int | None, float | None]
 _Answer = tuple[_Facts, LimitName | None, float | None]
+_Allowed = list[tuple[int, _Facts, Natural, Natural]]
+_Asked = list[tuple[int, str, _Packed, Natural, Natural]]
+_Report = tuple[list[Use], list[Settlement], _Asked]
+_Left = list[tuple[int, Natural, str]]
 
-
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Allowed = list[tuple[int, _Facts, _Natural, _Natural]]
-_Settled = tuple[int, _Natural, _Natural, _Natural, _Natural]
-_Used = tuple[str, _Natural, _Natural, _Settled]
-_Report = tuple[
-    list[_Used],
-    list[_Settled],
-    list[tuple[int, str, _Packed, _Natural, _Natural]],
-]
-_Left = list[tuple[int, _Natural, str]]
-
-
-_PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
+pack_limits: Callable[[Limits], _Packed] = attrgetter(*COUNTED)
+"""What the ledger needs of a principal's limits."""
+_facts: Callable[[Standing], _Facts] = attrgetter(*(one.name for one in fields(Standing)))
 
 
 def now() -> Moment:
@@ -94,44 +91,13 @@ def now() -> Moment:
     return Moment(time.monotonic(), time.time())
 
 
-def pack_limits(limits: Limits) -> _Packed:
-    """What the ledger needs of a principal's limits."""
-    return (
-        limits.requests_per_minute,
-        limits.tokens_per_minute,
-        limits.tokens_per_day,
-        limits.concurrent_requests,
-    )
-
-
 def _unpack_limits(packed: Sequence[int | None]) -> Limits:
-    requests, tokens, day, concurrent = packed
-    return Limits(
-        requests_per_minute=requests,
-        tokens_per_minute=tokens,
-        tokens_per_day=day,
-        concurrent_requests=concurrent,
-    )
-
-
-def pack_account(account: Account) -> list[Any]:
-    """For a frame."""
-    return [account.principal, account.requests, account.tokens, account.day_tokens]
-
-
-def pack_settlement(one: Settlement) -> _Settled:
-    """For a frame."""
-    return one.ticket, one.count, one.unreached, one.below, one.beyond
-
-
-def pack_use(use: Use) -> _Used:
-    """For a frame."""
-    return use.principal, use.requests, use.tokens, pack_settlement(use.ended)
+    return Limits(**dict(zip(COUNTED, packed, strict=True)))
 
 
 def unpack_accounts(packed: list[Any]) -> list[Account]:
-    """Accounts out of a frame. Raises ValueError for what ``pack_account`` does not return."""
-    return [Account(*one) for one in msgspec.convert(packed, list[_PackedAccount])]
+    """Accounts out of a frame. Raises ValueError for anything else."""
+    return msgspec.convert(packed, list[Account])
 
 
 def unpack_allowed(packed: list[Any]) -> list[tuple[int, Standing, int, int]]:
@@ -261,7 +227,7 @@ class _Connection(Receiver):
                 if former is not None and former is not self:
                     self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
-                self.send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
+                self.send([SERVICE, "opened", day, accounts])
             case _:
                 raise ValueError("unknown frame, or a door that has not opened")
 
@@ -291,14 +257,14 @@ class _Connection(Receiver):
     def _reported(
         self,
         door: str,
-        used: list[_Used],
-        ended: list[_Settled],
-        asked: list[tuple[int, str, _Packed, int, int]],
+        used: list[Use],
+        ended: list[Settlement],
+        asked: _Asked,
     ) -> None:
         ledger, at = self._ledger, self._clock()
-        for principal, requests, tokens, settled in used:
-            ledger.used(door, Use(principal, requests, tokens, Settlement(*settled)), at)
-        ledger.settle(door, [Settlement(*one) for one in ended], at)
+        for use in used:
+            ledger.used(door, use, at)
+        ledger.settle(door, ended, at)
         answers = []
         for number, principal, packed, requests, tokens in asked:
             limits = _unpack_limits(packed)
@@ -331,14 +297,3 @@ class _Connection(Receiver):
     def _refuse(self, ticket: int, answer: Refusal) -> None:
         facts = _facts(answer.standing)
         self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0])
-
-
-def _facts(standing: Standing) -> list[Any]:
-    return [
-        standing.limit_requests,
-        standing.remaining_requests,
-        standing.reset_requests_s,
-        standing.limit_tokens,
-        standing.remaining_tokens,
-        standing.reset_tokens_s,
-    ]
