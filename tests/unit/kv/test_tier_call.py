@@ -25,8 +25,7 @@ class Queue:
         self.jobs.append(job)
 
     def run(self, worker: object = "a worker") -> None:
-        for _ in self.jobs.pop(0)(cast("Any", worker)):
-            pass
+        self.jobs.pop(0)(cast("Any", worker))
 
 
 def call(queue: Queue, what: Callable[[], Any]) -> Future[Any]:

@@ -29,10 +29,4 @@ __all__ = [
     "run_engine_process",
 ]
 
-_HOMES = (
-    "commutator_engine_kit.server",
-    "commutator_engine_kit.process",
-    "commutator.launcher.ports",
-)
-
-__getattr__ = face(__name__, __all__, _HOMES)
+__getattr__ = face(__name__, __file__)

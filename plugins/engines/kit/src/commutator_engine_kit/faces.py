@@ -5,21 +5,40 @@ A plugin is listed before its engine is installed, so its imports must not load 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __all__ = ["face"]
 
 
-def face(package: str, names: Collection[str], homes: Collection[str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose public ``names`` are in the modules ``homes``."""
+def face(package: str, file: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package, whose ``__init__`` is ``file``.
+
+    What that imports below ``if TYPE_CHECKING`` are its names; the module of each is loaded when
+    the name is first asked for.
+    """
+    homes: dict[str, str] = {}
 
     def find(name: str) -> Any:
-        if name in names:
-            for home in map(import_module, homes):
-                if name in home.__all__:
-                    return getattr(home, name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if not homes:
+            homes.update(_imports(file))
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
 
     return find
+
+
+def _imports(file: str) -> dict[str, str]:
+    """The names that a file imports for type checkers only, each with its module."""
+    return {
+        alias.name: node.module
+        for block in ast.parse(Path(file).read_text()).body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }

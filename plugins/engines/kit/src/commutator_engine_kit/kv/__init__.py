@@ -69,20 +69,4 @@ __all__ = [
     "eviction_factory",
 ]
 
-_HOMES = (
-    "commutator_engine_kit.kv.arena",
-    "commutator_engine_kit.kv.block_manager.actions",
-    "commutator_engine_kit.kv.block_manager.block_pool",
-    "commutator_engine_kit.kv.block_manager.onboard",
-    "commutator_engine_kit.kv.block_manager.manager",
-    "commutator_engine_kit.kv.tiers.setup",
-    "commutator_engine_kit.kv.tiers.slot_tier",
-    "commutator_engine_kit.kv.tier_stack",
-    "commutator_engine_kit.kv.lookups",
-    "commutator_engine_kit.kv.loads",
-    "commutator_engine_kit.kv.stores",
-    "commutator_engine_kit.kv.connector",
-    "commutator_engine_kit.kv.admin",
-)
-
-__getattr__ = face(__name__, __all__, _HOMES)
+__getattr__ = face(__name__, __file__)

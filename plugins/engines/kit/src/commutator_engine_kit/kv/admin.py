@@ -208,10 +208,9 @@ class KvAdmin:
         """Counted on the tier's own thread. None when the tier is down, busy or fails."""
         answer: Future[int | None] = Future()
 
-        def count(worker: TierExecutor | None) -> Generator[None, None, None]:
+        def count(worker: TierExecutor | None) -> None:
             stored = None if worker is None else worker.committed()
             answer.set_result(None if stored is None else sum(b.size_bytes for b in stored))
-            yield from ()
 
         self._connector.on_tier(tier, JobUrgency.OFFLOAD, count)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import takewhile
@@ -152,7 +152,7 @@ def on_tier(thread: TierThread, urgency: JobUrgency = JobUrgency.FREE) -> OnTier
     def run(call: Callable[[], ResultT]) -> Future[ResultT]:
         future: Future[ResultT] = Future()
 
-        def job(worker: TierExecutor | None) -> Generator[None, None, None]:
+        def job(worker: TierExecutor | None) -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     if worker is None:
@@ -160,7 +160,6 @@ def on_tier(thread: TierThread, urgency: JobUrgency = JobUrgency.FREE) -> OnTier
                     future.set_result(call())
                 except Exception as error:  # noqa: BLE001 - the caller's to handle
                     future.set_exception(error)
-            yield from ()
 
         thread.submit(urgency, job)
         return future

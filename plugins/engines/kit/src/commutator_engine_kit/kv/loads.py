@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import takewhile
@@ -170,9 +170,7 @@ class Loads:
     def _timeout_s(self, tier: int) -> float:
         return self._tiers.threads[tier].worker.setup.config.load_timeout_s
 
-    def _load(
-        self, onboard: _Onboard, part: _Part, worker: TierExecutor | None
-    ) -> Generator[None, None, None]:
+    def _load(self, onboard: _Onboard, part: _Part, worker: TierExecutor | None) -> None:
         """The job of a part."""
         with self._queue:
             if part.given_up:
@@ -202,7 +200,6 @@ class Loads:
                 onboard.results.update(zip(keys, results, strict=True))
                 onboard.seconds[part.tier] = time.monotonic() - started_s
                 self._ended(onboard, part)
-        yield from ()
 
     def _give_up_waiting(self, onboard: _Onboard) -> None:
         for part in [part for part in onboard.parts if not part.begun]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
@@ -226,7 +226,7 @@ class Lookups:
 
     def _probe(
         self, tier: int, lookup: _Lookup, keys: Sequence[BlockKey], worker: TierExecutor | None
-    ) -> Generator[None, None, None]:
+    ) -> None:
         """The job of one tier."""
         found: Sequence[StoredBlock] = ()
         try:
@@ -239,7 +239,6 @@ class Lookups:
                     self._carry_out(manager.found(tier, found, now_s))
                 if not lookup.waiting:
                     _decide(lookup)
-        yield from ()
 
 
 def _decide(lookup: _Lookup) -> None:

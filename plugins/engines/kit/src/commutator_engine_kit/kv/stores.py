@@ -109,17 +109,15 @@ class TierMove:
         else:
             self._done(self._stored, self._failed)
 
-    def _read(self, worker: TierExecutor | None) -> Generator[None, None, None]:
+    def _read(self, worker: TierExecutor | None) -> None:
         if worker is None:
             self._failed |= {offer.key: "tier is down" for offer in self._offers}
             self._offers.clear()
             self.start()
-            yield from ()
             return
         slots = self._scratch.take(min(PART_BLOCKS, len(self._offers)))
         if not slots:
             self._scratch.take_later(self.start)
-            yield from ()
             return
         batch = self._offers[: len(slots)]
         del self._offers[: len(slots)]
@@ -142,7 +140,6 @@ class TierMove:
             )
         finally:
             self._write(batch, results, slots, done_with)
-        yield from ()
 
     def _write(
         self,
@@ -353,7 +350,6 @@ class Stores:
             self.carry_out(self._tiers.manager.finish_store(move_id, stored, failed, now_s))
 
 
-def _free(action: FreeBlocks, worker: TierExecutor | None) -> Generator[None, None, None]:
+def _free(action: FreeBlocks, worker: TierExecutor | None) -> None:
     if worker is not None:
         worker.free(action.keys, makes_room=action.makes_room)
-    yield from ()

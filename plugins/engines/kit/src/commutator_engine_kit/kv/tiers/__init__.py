@@ -22,10 +22,4 @@ __all__ = [
     "Unstored",
 ]
 
-_HOMES = (
-    "commutator_engine_kit.kv.tiers.block_io",
-    "commutator_engine_kit.kv.tiers.codecs",
-    "commutator_engine_kit.kv.tiers.mover",
-)
-
-__getattr__ = face(__name__, __all__, _HOMES)
+__getattr__ = face(__name__, __file__)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from attrs import frozen
 
@@ -42,6 +43,7 @@ __all__ = [
     "StagedIo",
     "Staging",
     "StoreBlock",
+    "StoreResult",
     "Unstored",
 ]
 
@@ -82,6 +84,10 @@ class LoadBlock:
     local: Span
     """Where its bytes go. They are not read before the block is ``LOADED``."""
 
+    @property
+    def slot(self) -> Slot:
+        return self.stored.slot
+
 
 @frozen
 class Unstored:
@@ -90,14 +96,19 @@ class Unstored:
     reason: str
 
 
+StoreResult = StoredBlock | Unstored
+"""A ``StoredBlock`` is ready to be committed."""
+
+BlockT = TypeVar("BlockT", StoreBlock, LoadBlock)
+ResultT = TypeVar("ResultT")
+
+
 class BlockIo(ABC):
     """Stores and loads blocks. Each block has its own result, independent of the others."""
 
     @abstractmethod
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        """Write each block. A ``StoredBlock`` is ready to be committed."""
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[StoreResult]:
+        """Write each block."""
 
     @abstractmethod
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
@@ -188,46 +199,41 @@ class StagedIo(BlockIo):
         self._codec_name = chain_name(codecs)
         self._header_bytes = HEADER_BYTES if framed else 0
 
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        results: list[StoredBlock | Unstored] = []
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[StoreResult]:
+        return self._in_batches(self._store, blocks, context, Unstored(_NO_SCRATCH))
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        return self._in_batches(self._load, blocks, context, LoadResult.FAILED)
+
+    def _in_batches(
+        self,
+        move: Callable[[Sequence[BlockT], list[int], IoContext], list[ResultT]],
+        blocks: Sequence[BlockT],
+        context: IoContext,
+        without_slot: ResultT,
+    ) -> list[ResultT]:
+        results: list[ResultT] = []
         while len(results) < len(blocks):
             with self._staging.lend(len(blocks) - len(results)) as slots:
                 if not slots:
-                    results += [Unstored(_NO_SCRATCH)] * (len(blocks) - len(results))
-                    break
+                    return results + [without_slot] * (len(blocks) - len(results))
                 batch = blocks[len(results) : len(results) + len(slots)]
                 try:
-                    results += self._store(batch, slots, context)
+                    results += move(batch, slots, context)
                 finally:
                     self._keep_held(slots, [block.slot for block in batch])
         return results
 
-    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
-        results: list[LoadResult] = []
-        while len(results) < len(blocks):
-            with self._staging.lend(len(blocks) - len(results)) as slots:
-                if not slots:
-                    results += [LoadResult.FAILED] * (len(blocks) - len(results))
-                    break
-                batch = blocks[len(results) : len(results) + len(slots)]
-                try:
-                    results += self._load(batch, slots, context)
-                finally:
-                    self._keep_held(slots, [block.stored.slot for block in batch])
-        return results
-
     def _store(
         self, blocks: Sequence[StoreBlock], slots: list[int], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
+    ) -> list[StoreResult]:
         spans = [self._scratch(slot) for slot in slots]
         pulls = [
             (block.local, _part(span, self._header_bytes, block.local.size_bytes))
             for block, span in zip(blocks, spans, strict=True)
         ]
         problems = self._local.pull(pulls)
-        results: list[StoredBlock | Unstored] = [Unstored("")] * len(blocks)
+        results: list[StoreResult] = [Unstored("")] * len(blocks)
         ready: list[int] = []
         for index, (block, problem) in enumerate(zip(blocks, problems, strict=True)):
             made = Unstored(str(problem)) if problem else self._encode(block, spans[index])
@@ -352,10 +358,8 @@ class DirectIo(BlockIo):
     def __init__(self, mover: TierMover) -> None:
         self._mover = mover
 
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
-        results: list[StoredBlock | Unstored] = [Unstored("")] * len(blocks)
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[StoreResult]:
+        results: list[StoreResult] = [Unstored("")] * len(blocks)
         there = [self._mover.host_span(block.local, block.slot) for block in blocks]
 
         def add_up(moved: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from attrs import frozen
 from commutator.contract.block import KEY_BYTES, BlockKey
 from commutator.contract.tier import BlockSeal
 from commutator_engine_kit.kv.arena import checksum
-from commutator_engine_kit.kv.tiers.keys import SealingError, TierKey, TierSeal, needed
+from commutator_engine_kit.kv.tiers.keys import SealingError, TierKey, needed
 
 __all__ = [
     "HEADER_BYTES",
@@ -188,7 +188,8 @@ def seals_of(codecs: Sequence[Codec], identity: str) -> tuple[BlockSeal, ...]:
         return ()
     before = [codec.fingerprint for codec in codecs[:-1]]
     return tuple(
-        TierSeal(key, _identity([*before, last.fingerprint_of(key)], identity)) for key in last.keys
+        key.with_identity(_identity([*before, last.fingerprint_of(key)], identity))
+        for key in last.keys
     )
 
 

@@ -351,8 +351,8 @@ _IDLE_S = 0.05
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 
-Job = Callable[[TierExecutor | None], Generator[None, None, None]]
-"""A generator of parts; a more urgent job may run between two of them.
+Job = Callable[[TierExecutor | None], Generator[None, None, None] | None]
+"""A call, or a generator of parts: a more urgent job may run between two of them.
 
 Its argument is None while the tier is not open: then the job reports failure at once.
 """
@@ -467,6 +467,8 @@ class TierThread:
                 return
             urgency, order, job = heapq.heappop(self._jobs)
         parts = job(self.worker if self.worker.is_open else None) if callable(job) else job
+        if parts is None:
+            return
         try:
             next(parts)
         except StopIteration:
@@ -482,7 +484,7 @@ class TierThread:
 
 def _fail(job: _Job) -> None:
     if callable(job):
-        for _ in job(None):
+        for _ in job(None) or ():
             pass
     else:
         job.close()

@@ -27,7 +27,13 @@ from commutator.contract.tier import (
 )
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    LoadBlock,
+    StoreBlock,
+    StoreResult,
+    Unstored,
+)
 from commutator_engine_kit.kv.tiers.mover import IoContext
 
 __all__ = [
@@ -205,9 +211,7 @@ class GuardedIo(BlockIo):
         self._clock = clock
         self._sleep = sleep
 
-    def store(
-        self, blocks: Sequence[StoreBlock], context: IoContext
-    ) -> list[StoredBlock | Unstored]:
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[StoreResult]:
         size_bytes = sum(block.local.size_bytes for block in blocks)
         return self._guarded(self._inner.store, blocks, context, size_bytes, Unstored, "stored")
 

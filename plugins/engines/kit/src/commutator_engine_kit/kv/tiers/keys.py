@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+from copy import copy
 from hashlib import sha256
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,7 @@ from commutator.contract.block import KEY_BYTES, BlockKey
 from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
 
-__all__ = ["SealingError", "TierKey", "TierSeal", "needed"]
+__all__ = ["SealingError", "TierKey", "needed"]
 
 _ID_BYTES = 8
 _NONCE_BYTES = 12
@@ -32,11 +33,11 @@ class SealingError(ValueError):
     """The bytes were not sealed with this key for this block."""
 
 
-class TierKey:
+class TierKey(BlockSeal):
     """What follows from one secret of 16, 24 or 32 bytes. Needs the package `cryptography`.
 
     ``conceals``: encrypts (`encryption_key`); else it only authenticates (`integrity_key`). The
-    same secret gives other keys for each. Thread-safe.
+    same secret gives other keys for each. Thread-safe. ``with_identity`` makes it a tier's seal.
     """
 
     block_overhead_bytes = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
@@ -61,6 +62,8 @@ class TierKey:
         self._names = aead.AESSIV(self._derived("names"))
         self.fingerprint = self._derived("fingerprint").hex()
         """Equal for equal secrets; reveals nothing about them."""
+        self.identity = ""
+        self.overhead_bytes = _ID_BYTES + _TAG_BYTES + (_RECORD_NONCE_BYTES if conceals else 0)
 
     def __repr__(self) -> str:
         return f"TierKey({'encryption' if self.conceals else 'integrity'})"
@@ -94,20 +97,20 @@ class TierKey:
             raise SealingError("it was not sealed for this block with this key") from error
         return body[_TAG_BYTES:]
 
-    @property
-    def record_overhead_bytes(self) -> int:
-        return _ID_BYTES + _TAG_BYTES + (_RECORD_NONCE_BYTES if self.conceals else 0)
+    def with_identity(self, identity: str) -> BlockSeal:
+        """This key as a tier uses it, for blocks of one identity."""
+        seal = copy(self)
+        seal.identity = identity
+        return seal
 
-    def seal_record(self, data: bytes, place: bytes) -> bytes:
-        """As ``BlockSeal.seal``."""
+    def seal(self, data: bytes, place: bytes) -> bytes:
         if not self.conceals:
             return self._id + self._record_mac(data, place) + data
         nonce = os.urandom(_RECORD_NONCE_BYTES)
         return b"".join((self._id, nonce, self._records.encrypt(data, [place, nonce])))
 
-    def open_record(self, sealed: bytes, place: bytes) -> bytes | None:
-        """As ``BlockSeal.unseal``."""
-        if sealed[:_ID_BYTES] != self._id or len(sealed) <= self.record_overhead_bytes:
+    def unseal(self, sealed: bytes, place: bytes) -> bytes | None:
+        if sealed[:_ID_BYTES] != self._id or len(sealed) <= self.overhead_bytes:
             return None
         body = sealed[_ID_BYTES:]
         if not self.conceals:
@@ -121,11 +124,9 @@ class TierKey:
             return None
 
     def name(self, key: BlockKey) -> str:
-        """As ``BlockSeal.name``."""
         return bytes(self._names.encrypt(key, None)).hex() if self.conceals else key.hex()
 
     def key_of(self, name: str) -> BlockKey | None:
-        """As ``BlockSeal.key_of``."""
         try:
             data = bytes.fromhex(name)
             key = bytes(self._names.decrypt(data, None)) if self.conceals else data
@@ -142,27 +143,6 @@ class TierKey:
         """32 bytes for one purpose. The secret is uniform: one HMAC suffices to derive them."""
         mode = "encryption" if self.conceals else "integrity"
         return _mac(self._secret, f"commutator tier key 1: {mode}: {purpose}".encode())
-
-
-class TierSeal(BlockSeal):
-    """A key as a tier uses it, for blocks of one identity."""
-
-    def __init__(self, key: TierKey, identity: str) -> None:
-        self.identity = identity
-        self.overhead_bytes = key.record_overhead_bytes
-        self._key = key
-
-    def seal(self, data: bytes, place: bytes) -> bytes:
-        return self._key.seal_record(data, place)
-
-    def unseal(self, sealed: bytes, place: bytes) -> bytes | None:
-        return self._key.open_record(sealed, place)
-
-    def name(self, key: BlockKey) -> str:
-        return self._key.name(key)
-
-    def key_of(self, name: str) -> BlockKey | None:
-        return self._key.key_of(name)
 
 
 def needed(module: str, option: str) -> Any:

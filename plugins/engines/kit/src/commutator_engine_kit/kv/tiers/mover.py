@@ -191,30 +191,16 @@ class TierMover:
         on_moved: Callable[[Sequence[int]], None],
     ) -> list[Sequence[TransferError | None]]:
         """Each block's errors; a block is moved once all its pieces are."""
-        moves = [move for block in blocks for move in block]
-        if len(moves) == len(blocks):
-            found = self._move(agent, direction, moves, peer, context, on_moved)
-            return [(error,) for error in found]
-        owners = [number for number, block in enumerate(blocks) for _ in block]
-        on_done = when_whole(owners, on_moved)
-        errors = iter(self._move(agent, direction, moves, peer, context, on_done))
-        return [[next(errors) for _ in block] for block in blocks]
-
-    def _move(
-        self,
-        agent: TransferAgent,
-        direction: Direction,
-        moves: Sequence[BlockMove],
-        peer: RemoteAgent | None,
-        context: IoContext,
-        on_moved: Callable[[Sequence[int]], None],
-    ) -> list[TransferError | None]:
         tier = self._tier
         try:
             name = None if peer is None else agent.add_peer(peer.metadata)
         except TransferError as error:
-            return [error] * len(moves)
-        errors = move_blocks(
+            return [(error,)] * len(blocks)
+        moves = [move for block in blocks for move in block]
+        if len(moves) > len(blocks):
+            owners = [number for number, block in enumerate(blocks) for _ in block]
+            on_moved = when_whole(owners, on_moved)
+        found = move_blocks(
             agent,
             TransferPath(direction, self._arena.memory, tier.memory, tier.backend, name),
             moves,
@@ -226,11 +212,12 @@ class TierMover:
             ),
             on_moved,
         )
-        if name is not None and any(errors):
+        if name is not None and any(found):
             # A broken connection stays broken: the next move makes a new one.
             with suppress(TransferError):
                 agent.remove_peer(name)
-        return errors
+        errors = iter(found)
+        return [[next(errors) for _ in block] for block in blocks]
 
     def in_flight(self, slot: Slot) -> bool:
         """Whether NIXL may still touch the slot, and the local memory that was moved with it."""

@@ -54,13 +54,4 @@ __all__ = [
     "parse_transfer_params",
 ]
 
-_HOMES = (
-    "commutator_engine_kit.kv.transfer.event_loop",
-    "commutator_engine_kit.kv.transfer.exporter",
-    "commutator_engine_kit.kv.transfer.protocol",
-    "commutator_engine_kit.kv.transfer.puller",
-    "commutator_engine_kit.kv.transfer.reader",
-    "commutator_engine_kit.kv.transfer.sources",
-)
-
-__getattr__ = face(__name__, __all__, _HOMES)
+__getattr__ = face(__name__, __file__)
