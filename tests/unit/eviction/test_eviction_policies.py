@@ -14,8 +14,7 @@ from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru
 from commutator_eviction.s3fifo import S3Fifo
-from commutator_eviction.sketch import FrequencySketch
-from commutator_eviction.tinylfu import TinyLfu
+from commutator_eviction.tinylfu import FrequencySketch, TinyLfu
 
 CAPACITY = 200
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import commutator_dram.memory
+import commutator_dram.tier
 from commutator.cli.main import main
 from commutator.contract.block import CacheLevel, cache_level
 from commutator.contract.tier import SlotGeometry
 from commutator.errors import TierError
-from commutator_dram.memory import HugePages
-from commutator_dram.tier import DramConfig, DramTier
+from commutator_dram.tier import DramConfig, DramTier, HugePages
 from commutator_hbm.tier import HbmConfig, HbmTier
 from commutator_testing.tier_user import TierUser
 
@@ -45,23 +44,23 @@ def test_huge_pages_that_are_required_but_not_to_be_had(
     never, facts = tmp_path / "enabled", tmp_path / "meminfo"
     never.write_text("always madvise [never]\n")
     facts.write_text("MemTotal: 1 kB\n")
-    monkeypatch.setattr(commutator_dram.memory, "_TRANSPARENT", never)
-    monkeypatch.setattr(commutator_dram.memory, "_MEMINFO", facts)
+    monkeypatch.setattr(commutator_dram.tier, "_TRANSPARENT", never)
+    monkeypatch.setattr(commutator_dram.tier, "_MEMINFO", facts)
     config = DramConfig(kind="dram", capacity=1 << 20, huge_pages="required")
     with pytest.raises(TierError, match=r"vm\.nr_hugepages"):
         DramTier(config).open(GEOMETRY)
     others: list[HugePages] = ["auto", "off"]
     for huge_pages in others:
-        commutator_dram.memory.allocate(1 << 20, huge_pages).close()
+        commutator_dram.tier.allocate(1 << 20, huge_pages).close()
 
 
 def test_transparent_huge_pages_are_asked_for(tmp_path: Path) -> None:
     """The kernel lists the mapping as one that may have huge pages, unless they are off."""
-    if "[never]" in commutator_dram.memory._TRANSPARENT.read_text():
+    if "[never]" in commutator_dram.tier._TRANSPARENT.read_text():
         pytest.skip("this kernel gives no transparent huge pages")
     both: list[tuple[HugePages, bool]] = [("auto", True), ("off", False)]
     for huge_pages, expected in both:
-        memory = commutator_dram.memory.allocate(8 << 20, huge_pages)
+        memory = commutator_dram.tier.allocate(8 << 20, huge_pages)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         assert may_have_huge_pages(address) == expected
         memory.close()

@@ -364,7 +364,8 @@ def _program(folder: Path, body: str) -> str:
 import os, types
 from commutator.errors import TierError
 from commutator import SlotGeometry
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator_nvme.config import NvmeConfig
+from commutator_nvme.tier import NvmeTier
 from commutator_nvme.files import write_at
 folder = {str(folder)!r}
 geometry = SlotGeometry(block_bytes=4096, slot_bytes=4096, identity="a")

@@ -1,19 +1,24 @@
-"""The `dram` tier: contiguous slots in host memory. Blocks are lost when the process ends."""
+"""The `dram` tier: contiguous slots in host memory, in huge pages where there are any.
+
+Blocks are lost when the process ends.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 from attrs import frozen
 
 from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfig, setting
 from commutator.errors import TierError
-from commutator_dram.memory import HugePages, allocate
 from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 
-__all__ = ["DramConfig", "DramTier"]
+__all__ = ["DramConfig", "DramTier", "HugePages", "allocate"]
 
 _ALIGNMENT_BYTES = 4096
 """Alignment of each slot, so that direct I/O can read files into it."""
@@ -79,3 +84,65 @@ class DramTier(SlotTier):
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         return Span(self.arena.address_of(slot), size_bytes), None
+
+
+HugePages = Literal["auto", "off", "required"]
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAP_HUGETLB = 0x40000  # Linux; not every Python version exports it
+_MEMINFO = Path("/proc/meminfo")
+_TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def allocate(size_bytes: int, huge_pages: HugePages) -> mmap.mmap:
+    """Allocate at least ``size_bytes``, page-aligned and zero; pages are taken at first access.
+
+    Tries reserved huge pages first, then transparent ones. Raises TierError when there is too
+    little memory, or when huge pages are required and neither kind is available.
+    """
+    if huge_pages != "off" and (memory := _reserved(size_bytes)) is not None:
+        return memory
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=_PRIVATE)
+    except (OSError, OverflowError) as error:
+        raise TierError(
+            f"dram: cannot allocate {size_bytes} bytes of memory ({error}); lower its capacity"
+        ) from error
+    if huge_pages != "off" and not _make_transparent(memory) and huge_pages == "required":
+        memory.close()
+        raise TierError(
+            f"dram: no huge pages for {size_bytes} bytes; reserve them with `sysctl "
+            f"vm.nr_hugepages=N`, write `madvise` into {_TRANSPARENT}, or set huge_pages: auto"
+        )
+    return memory
+
+
+def _reserved(size_bytes: int) -> mmap.mmap | None:
+    """Memory in huge pages that the administrator reserved; None when there are too few."""
+    page_bytes = _reserved_page_bytes()
+    if page_bytes is None:
+        return None
+    try:
+        rounded_bytes = -(-size_bytes // page_bytes) * page_bytes
+        return mmap.mmap(-1, rounded_bytes, flags=_PRIVATE | _MAP_HUGETLB)
+    except (OSError, OverflowError):
+        return None
+
+
+def _reserved_page_bytes() -> int | None:
+    try:
+        found = re.search(r"^Hugepagesize: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def _make_transparent(memory: mmap.mmap) -> bool:
+    """Request transparent huge pages for ``memory``. Returns whether the kernel may use any."""
+    try:
+        if "[never]" in _TRANSPARENT.read_text():
+            return False
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, AttributeError):
+        return False
+    return True

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from commutator import StorageTier, TierRegister, hookimpl
 from commutator_nvme.config import NvmeConfig
 
-__all__ = ["NvmeConfig", "NvmeTier"]
+__all__ = ["NvmeConfig"]
 
 
 @hookimpl
@@ -19,11 +17,3 @@ def _tier(config: NvmeConfig) -> StorageTier:
     from commutator_nvme.tier import NvmeTier
 
     return NvmeTier(config)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "NvmeTier":
-        from commutator_nvme.tier import NvmeTier
-
-        return NvmeTier
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

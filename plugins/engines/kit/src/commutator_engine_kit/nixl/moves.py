@@ -255,23 +255,19 @@ def plan_batches(
 
 
 def _batch(moves: Sequence[BlockMove], indices: Sequence[int], size_bytes: int) -> Batch:
-    local: list[Span] = []
-    remote: list[Span] = []
-    regions: list[Region] = []
-    run: list[BlockMove] = []  # each continues the one before it, on both sides
+    runs: list[list[BlockMove]] = []  # the moves of each continue one another, on both sides
     for index in indices:
-        move = moves[index]
-        if run and not _continues(run[-1], move):
-            local.append(_joined(run[0].local, run[-1].local))
-            remote.append(_joined(run[0].remote, run[-1].remote))
-            run = []
-        run.append(move)
-        if move.region is not None:
-            regions.append(move.region)
-    if run:
-        local.append(_joined(run[0].local, run[-1].local))
-        remote.append(_joined(run[0].remote, run[-1].remote))
-    return Batch(tuple(indices), tuple(local), tuple(remote), tuple(regions), size_bytes)
+        if runs and _continues(runs[-1][-1], moves[index]):
+            runs[-1].append(moves[index])
+        else:
+            runs.append([moves[index]])
+    return Batch(
+        tuple(indices),
+        tuple(_joined(run[0].local, run[-1].local) for run in runs),
+        tuple(_joined(run[0].remote, run[-1].remote) for run in runs),
+        tuple(run[0].region for run in runs if run[0].region is not None),
+        size_bytes,
+    )
 
 
 def _continues(one: BlockMove, other: BlockMove) -> bool:

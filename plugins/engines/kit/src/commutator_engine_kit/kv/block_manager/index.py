@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Generic, Literal, TypeVar
 
 from attrs import define
 
@@ -24,7 +25,7 @@ from commutator_engine_kit.kv.block_manager.actions import (
 )
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, count
 
-__all__ = ["BlockIndex", "Fates", "Node", "UseCounts"]
+__all__ = ["BlockIndex", "Node", "Recent", "UseCounts"]
 
 
 @define(slots=True)
@@ -40,37 +41,37 @@ class Node:
     """Whether a load was counted as the use that the next offer reports."""
 
 
-class Fates:
-    """Why the blocks that were refused or removed last are in no tier, as text."""
+ValueT = TypeVar("ValueT")
+
+
+class Recent(Generic[ValueT]):
+    """A value for each of the ``most`` blocks that were noted last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._fates: OrderedDict[BlockKey, str] = OrderedDict()
+        self._values: OrderedDict[BlockKey, ValueT] = OrderedDict()
 
-    def note(self, key: BlockKey, fate: str) -> None:
-        self._fates[key] = fate
-        self._fates.move_to_end(key)
-        if len(self._fates) > self._most:
-            self._fates.popitem(last=False)
+    def note(self, key: BlockKey, value: ValueT) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
 
-    def of(self, key: BlockKey) -> str | None:
-        return self._fates.get(key)
+    def of(self, key: BlockKey) -> ValueT | None:
+        return self._values.get(key)
 
 
 class UseCounts:
     """The number of uses of each of the ``remembered_blocks`` blocks seen last."""
 
     def __init__(self, remembered_blocks: int) -> None:
-        self._most = remembered_blocks
-        self._counts: OrderedDict[BlockKey, int] = OrderedDict()
+        self._counts = Recent[int](remembered_blocks)
 
     def used(self, key: BlockKey) -> None:
-        self._counts[key] = self._counts.pop(key, 0) + 1
-        if len(self._counts) > self._most:
-            self._counts.popitem(last=False)
+        self._counts.note(key, self[key] + 1)
 
     def __getitem__(self, key: BlockKey) -> int:
-        return self._counts.get(key, 0)
+        return self._counts.of(key) or 0
 
 
 def _offer_of(block: StoredBlock) -> BlockDescriptor:
@@ -92,7 +93,8 @@ class BlockIndex:
         self.nodes: dict[BlockKey, Node] = {}
         self.up = (1 << len(pools)) - 1
         """Bits of the tiers that can be read."""
-        self.fates = Fates(remembered_fates)
+        self.fates = Recent[str](remembered_fates)
+        """Why the blocks that were refused or removed last are in no tier, as text."""
 
     def match(self, keys: Sequence[BlockKey], first: int = 0) -> list[int]:
         """The fastest tier of each of the consecutive keys from ``first`` on."""
@@ -237,19 +239,10 @@ class BlockIndex:
 
     @staticmethod
     def _announce(
-        what: str, pool: TierBlockPool, blocks: Sequence[BlockDescriptor]
+        what: Literal["stored", "removed"], pool: TierBlockPool, blocks: Sequence[BlockDescriptor]
     ) -> list[Action]:
-        if not blocks:
-            return []
-        stored = what == "stored"
-        return [
-            Announce(
-                what="stored" if stored else "removed",
-                tier=pool.number,
-                medium=pool.spec.medium,
-                blocks=tuple(blocks),
-            )
-        ]
+        medium, those = pool.spec.medium, tuple(blocks)
+        return [Announce(what=what, tier=pool.number, medium=medium, blocks=those)] if those else []
 
     @staticmethod
     def _free(pool: TierBlockPool, keys: Sequence[BlockKey], reason: str) -> list[Action]:

@@ -16,12 +16,12 @@ from commutator.contract.tier import StoredBlock
 from commutator.contract.worker import (
     BlockExplanation,
     EdgeStatistics,
+    HeldBlock,
     KvStatistics,
     TierState,
 )
 from commutator_engine_kit.kv.block_manager.actions import DEVICE, Action, FreeBlocks, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, TierSpec
-from commutator_engine_kit.kv.block_manager.explain import explain
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 from commutator_engine_kit.kv.block_manager.onboard import (
@@ -247,7 +247,32 @@ class BlockManager:
         self, keys: Sequence[BlockKey], now_s: float, first: int = 0
     ) -> list[BlockExplanation]:
         """For each block of a prompt: which tiers have it, and whether it would be reused."""
-        return explain(self._index, keys, first, now_s)
+        answers: list[BlockExplanation] = []
+        broken = False
+        for position, key in enumerate(keys):
+            held = tuple(_held(self._index, key, now_s))
+            node = self._index.nodes.get(key)
+            tiers = node.published & self._index.up if node is not None else 0
+            tier = (tiers & -tiers).bit_length() - 1 if tiers else None
+            if position < first:
+                reusable, tier, reason = True, None, "on the device"
+            elif broken:
+                reusable, tier, reason = False, None, "a block before it is missing"
+            elif tier is not None:
+                reusable, reason = True, f"in {self._pools[tier].spec.name}"
+            else:
+                reusable, broken = False, True
+                reason = _missing(self._index, key, held)
+            answers.append(
+                BlockExplanation(
+                    key=key.hex(),
+                    held=held,
+                    reusable=reusable,
+                    tier=None if tier is None else self._pools[tier].spec.name,
+                    reason=reason,
+                )
+            )
+        return answers
 
     def statistics(self) -> KvStatistics:
         """All counters and states."""
@@ -306,3 +331,39 @@ def _state(pool: TierBlockPool) -> TierState:
         latency_s=cost.latency_s if cost is not None else None,
         block_s=cost.block_s if cost is not None else None,
     )
+
+
+def _held(index: BlockIndex, key: BlockKey, now_s: float) -> list[HeldBlock]:
+    node = index.nodes.get(key)
+    if node is None:
+        return []
+    held: list[HeldBlock] = []
+    for pool in index.pools:
+        name = pool.spec.name
+        if node.published & pool.bit:
+            held.append(HeldBlock(name=name, state="published", note=_note(pool, key, now_s)))
+        elif node.staged & pool.bit:
+            held.append(HeldBlock(name=name, state="being stored"))
+        elif node.evicting & pool.bit:
+            held.append(HeldBlock(name=name, state="leaving"))
+    return held
+
+
+def _note(pool: TierBlockPool, key: BlockKey, now_s: float) -> str:
+    notes = [] if pool.up else ["tier is down"]
+    notes += ["moving down"] if key in pool.moving_down else []
+    if (retained := pool.retention.note(key, now_s)) is not None:
+        notes.append(retained)
+    return ", ".join(notes)
+
+
+def _missing(index: BlockIndex, key: BlockKey, held: Sequence[HeldBlock]) -> str:
+    if held:
+        return ", ".join(
+            f"{copy.name}: {copy.note if copy.state == 'published' else copy.state}"
+            for copy in held
+        )
+    waiting = [pool.spec.name for pool in index.pools if key in pool.waiting]
+    if waiting:
+        return f"waiting for room in {waiting[0]}"
+    return index.fates.of(key) or "never offered"

@@ -10,8 +10,7 @@ import ctypes
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -138,18 +137,6 @@ class Staging:
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
-    @contextmanager
-    def lend(self, wanted: int) -> Iterator[list[int]]:
-        """Up to ``wanted`` slots, as many as are free, which may be none.
-
-        The borrower removes from the list what must not be given back yet.
-        """
-        taken = self.take(wanted)
-        try:
-            yield taken
-        finally:
-            self.give_back(taken)
-
     def take(self, wanted: int) -> list[int]:
         """Up to ``wanted`` slots, as many as are free, to be given back."""
         with self._lock:
@@ -214,14 +201,14 @@ class StagedIo(BlockIo):
     ) -> list[ResultT]:
         results: list[ResultT] = []
         while len(results) < len(blocks):
-            with self._staging.lend(len(blocks) - len(results)) as slots:
-                if not slots:
-                    return results + [without_slot] * (len(blocks) - len(results))
-                batch = blocks[len(results) : len(results) + len(slots)]
-                try:
-                    results += move(batch, slots, context)
-                finally:
-                    self._keep_held(slots, [block.slot for block in batch])
+            slots = self._staging.take(len(blocks) - len(results))
+            if not slots:
+                return results + [without_slot] * (len(blocks) - len(results))
+            batch = blocks[len(results) : len(results) + len(slots)]
+            try:
+                results += move(batch, slots, context)
+            finally:
+                self._give_back(slots, [block.slot for block in batch])
         return results
 
     def _store(
@@ -332,16 +319,10 @@ class StagedIo(BlockIo):
     def _scratch(self, slot: int) -> Span:
         return self._staging.arena.span(slot)
 
-    def _keep_held(self, slots: list[int], tier_slots: Sequence[int]) -> None:
-        """Give slots that NIXL may still touch back once it no longer does."""
-        held = [
-            (scratch, tier_slot)
-            for scratch, tier_slot in zip(slots, tier_slots, strict=True)
-            if self._mover.in_flight(tier_slot)
-        ]
-        for scratch, tier_slot in held:
-            slots.remove(scratch)
-            self._mover.on_released(tier_slot, partial(self._staging.give_back, [scratch]))
+    def _give_back(self, slots: Sequence[int], tier_slots: Iterable[Slot]) -> None:
+        """Give slots back once NIXL can no longer touch them, which is mostly now."""
+        for slot, tier_slot in zip(slots, tier_slots, strict=True):
+            self._mover.on_released(tier_slot, partial(self._staging.give_back, [slot]))
 
 
 def _part(span: Span, offset: int, size_bytes: int) -> Span:

@@ -92,8 +92,8 @@ class TierExecutor:
             bandwidth=None if rate is None else Bandwidth(rate),
         )
         self._agents: list[TransferAgent] = []
-        self._engine: tuple[BlockIo, TierMover] | None = None
-        self._memory: tuple[BlockIo, TierMover] | None = None
+        self._stacks: dict[bool, tuple[BlockIo, TierMover]] = {}
+        """The I/O for the engine's memory (True) and for other memory (False), while it is open."""
         self._tier = setup.guarded
         self._unfreed: dict[BlockKey, bool] = {}
         """Removed blocks that the tier failed to free so far. True: freed only to make room."""
@@ -104,7 +104,7 @@ class TierExecutor:
     @property
     def is_open(self) -> bool:
         """Whether the tier can be used. After repeated failures it must be opened again."""
-        return self._engine is not None and self._failures < _MOST_FAILURES
+        return bool(self._stacks) and self._failures < _MOST_FAILURES
 
     def metadata(self) -> bytes:
         """What other processes' agents need to read from this tier. Raises TierError."""
@@ -156,9 +156,12 @@ class TierExecutor:
             copying = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: GPU_COPIES})
             self._agents.append(copying)
             copying.register(local, LOCAL_BACKEND)
-        self._engine, self._memory = (
-            build_io(setup, lanes, copying, arena, self._staging, self._guards) for arena in arenas
-        )
+        self._stacks = {
+            arena is self._arena: build_io(
+                setup, lanes, copying, arena, self._staging, self._guards
+            )
+            for arena in arenas
+        }
 
     def store(
         self,
@@ -169,7 +172,7 @@ class TierExecutor:
         from_engine: bool,
     ) -> StoreOutcome:
         """Reserve slots, write the blocks, commit them. Slots of blocks that fail are released."""
-        io, mover = self._stack(from_engine=from_engine)
+        io, mover = self._stacks[from_engine]
         if self._unfreed:
             self._free_pending()  # the new blocks may need their slots, and have their keys
         outcome = StoreOutcome([], {})
@@ -215,7 +218,7 @@ class TierExecutor:
         ``on_released`` gets each position once NIXL can no longer touch its span, mostly before
         this returns.
         """
-        io, mover = self._stack(from_engine=to_engine)
+        io, mover = self._stacks[to_engine]
         known = self._located(keys)
         results = [LoadResult.FAILED if known is None else LoadResult.MISSING] * len(keys)
         blocks: dict[int, LoadBlock] = {}
@@ -304,7 +307,7 @@ class TierExecutor:
 
     def reap(self) -> None:
         """Release memory of given-up transfers that have ended since the last call."""
-        movers = [stack[1] for stack in (self._engine, self._memory) if stack is not None]
+        movers = [mover for _, mover in self._stacks.values()]
         if not any(mover.has_held for mover in movers):
             return
         # An agent reports each transfer once, and the movers share the agents.
@@ -325,18 +328,13 @@ class TierExecutor:
     def _shut(self) -> None:
         """Raises TierError or TransferError while transfers have not ended."""
         self.reap()
-        if any(stack[1].has_held for stack in (self._engine, self._memory) if stack is not None):
+        if any(mover.has_held for _, mover in self._stacks.values()):
             raise TierError("it cannot be closed: transfers that timed out have not ended")
-        self._engine = self._memory = None
+        self._stacks.clear()
         while self._agents:
             self._agents[-1].close()  # raises: then the tier's memory must not be freed
             self._agents.pop()
         self._tier.close()
-
-    def _stack(self, *, from_engine: bool) -> tuple[BlockIo, TierMover]:
-        stack = self._engine if from_engine else self._memory
-        assert stack is not None, "the tier is open"
-        return stack
 
     def _release_slot(self, mover: TierMover, slot: int) -> None:
         """Release a reserved slot once no transfer writes to it."""
