@@ -42,7 +42,7 @@ class Reader:
         )
         self.agent = TransferAgent(f"reader-{uuid.uuid4().hex}", {"UCX": {}})
         self.agent.register([self._arena.region], "UCX")
-        self._mover = TierMover([self.agent], tier, self._arena, in_flight_bytes=8 << 20)
+        self._mover = TierMover([self.agent], tier, self._arena)
 
     def load(self, keys: Sequence[BlockKey], timeout_s: float = 10.0) -> list[Outcome]:
         """What ``lookup`` knows of, read as the service reads it."""

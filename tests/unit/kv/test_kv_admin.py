@@ -182,4 +182,4 @@ def test_questions_to_shared_tiers_leave_nothing_behind(tmp_path: Path) -> None:
         prompt = KvPrompt(token_ids=list(range(3 * BLOCK_TOKENS)))
         admin(rig).prefetch(prompt)
         admin(rig).explain(prompt)
-        assert not len(rig.connector.lookups)
+        assert not rig.connector.lookups._lookups

@@ -241,7 +241,7 @@ def test_a_shared_tier_that_does_not_answer_holds_no_plan_up_for_long() -> None:
         rig.connector.loads.cancel(asked.result())
         gate.set()
         rig.settle()
-        assert not len(rig.connector.lookups)
+        assert not rig.connector.lookups._lookups
 
 
 def test_a_plan_that_was_cancelled_keeps_no_block() -> None:
@@ -254,7 +254,7 @@ def test_a_plan_that_was_cancelled_keeps_no_block() -> None:
         asked = rig.connector.lookups.plan([*chain(1, 4), *chain(2, 4)])
         assert asked.cancel()
         gate.set()
-        rig.wait_for(lambda: not len(rig.connector.lookups))
+        rig.wait_for(lambda: not rig.connector.lookups._lookups)
         rig.settle()
         assert rig.connector.statistics().loads_running == 0
 

@@ -63,6 +63,7 @@ class Lookups:
             if thread.worker.setup.tier.shared
         }
         self._lookups: dict[str, _Lookup] = {}
+        """Of requests that wait for answers, or whose answers are remembered."""
 
     def keys(
         self,
@@ -141,10 +142,6 @@ class Lookups:
             self._forget(request_id)
 
     # What follows is for the connector, and called with the lock held.
-
-    def __len__(self) -> int:
-        """The number of requests that wait for answers, or whose answers are remembered."""
-        return len(self._lookups)
 
     def forget_all(self) -> None:
         """Forget every request."""

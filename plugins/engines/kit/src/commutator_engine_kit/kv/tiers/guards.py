@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from types import TracebackType
 from typing import TypeVar
 
 from attrs import define, field, frozen
@@ -154,35 +153,20 @@ class IoGuards:
     """None: no limit."""
 
 
-class log_and_suppress:  # noqa: N801 - used like a function
-    """Context manager that logs and suppresses exceptions; a TierError without its traceback."""
-
-    __slots__ = ("_tier", "_what")
-
-    def __init__(self, tier: str, what: str) -> None:
-        self._tier = tier
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, TierError):
-            log.warning("tier %s: %s: %s", self._tier, self._what, error)
-        elif isinstance(error, Exception):
-            log.error("tier %s: %s", self._tier, self._what, exc_info=error)
-        else:
-            return False
-        return True
-
-
 BlockT = TypeVar("BlockT")
 ResultT = TypeVar("ResultT")
+
+
+def _logged(tier: str, what: str, call: Callable[[], ResultT]) -> ResultT | None:
+    """The call's result; None when it raises, which is logged: a TierError without traceback."""
+    try:
+        return call()
+    except TierError as error:
+        log.warning("tier %s: %s: %s", tier, what, error)
+    except Exception:
+        log.exception("tier %s: %s", tier, what)
+    return None
+
 
 _BACKOFF_S = 0.02
 """Pause before the first retry; each further one is twice as long."""
@@ -229,7 +213,8 @@ class GuardedIo(BlockIo):
         what: str,
     ) -> list[ResultT]:
         breaker = self._guards.breaker
-        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not {what}"):
+
+        def run() -> list[ResultT]:
             if not self._wait(size_bytes, context):
                 return [failure("the tier's bandwidth limit leaves no time")] * len(blocks)
             if not breaker.allows(self._clock()):
@@ -246,7 +231,9 @@ class GuardedIo(BlockIo):
             else:
                 breaker.failed(self._clock())
             return results
-        return [failure("the tier raised an exception")] * len(blocks)
+
+        moved = _logged(self._tier, f"{len(blocks)} blocks are not {what}", run)
+        return moved or [failure("the tier raised an exception")] * len(blocks)
 
     def _wait(self, size_bytes: int, context: IoContext) -> bool:
         """Wait until earlier jobs are within the limit. False when there is no time for that."""
@@ -316,14 +303,12 @@ class GuardedTier:
 
     def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
         """As ``StorageTier.use_peers``."""
-        with self._suppressing("does not take the addresses of other workers"):
-            self._tier.use_peers(find)
+        self._does("does not take the addresses of other workers", self._tier.use_peers, find)
 
     def export_options(self) -> ExportOptions | None:
         """How this worker lends its blocks to others; None also when the tier failed."""
-        with self._suppressing("cannot say how blocks are lent, so none are"):
-            return self._tier.export_options
-        return None
+        what = "cannot say how blocks are lent, so none are"
+        return _logged(self._name, what, lambda: self._tier.export_options)
 
     def open(self, geometry: SlotGeometry) -> OpenedTier:
         """Open the tier. Closes it and raises TierError when that fails with any exception."""
@@ -340,44 +325,37 @@ class GuardedTier:
             raise TierError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        with self._suppressing("close failed"):
-            self._tier.close()
+        self._does("close failed", self._tier.close)
 
     def reserve(self, keys: Sequence[BlockKey]) -> Sequence[Slot | None] | None:
         """A slot for each key, None for those without room; None alone when the tier failed."""
-        with self._suppressing("cannot reserve slots"):
-            return self._tier.reserve(keys)
-        return None
+        return _logged(self._name, "cannot reserve slots", lambda: self._tier.reserve(keys))
 
     def commit(self, blocks: Sequence[StoredBlock]) -> bool:
         """Whether the blocks are committed. If not, their slots are released."""
-        with self._suppressing("cannot commit blocks"):
-            self._tier.commit(blocks)
-            return True
-        self.release([stored.slot for stored in blocks])
-        return False
+        committed = self._does("cannot commit blocks", self._tier.commit, blocks)
+        if not committed:
+            self.release([stored.slot for stored in blocks])
+        return committed
 
     def release(self, slots: Sequence[Slot]) -> None:
-        with self._suppressing("cannot release slots"):
-            self._tier.release(slots)
+        self._does("cannot release slots", self._tier.release, slots)
 
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[StoredBlock | None] | None:
         """The stored block of each key, if any; None alone when the tier failed."""
-        with self._suppressing("cannot look up blocks"):
-            return self._tier.lookup(keys)
-        return None
+        return _logged(self._name, "cannot look up blocks", lambda: self._tier.lookup(keys))
 
     def probe(self, keys: Sequence[BlockKey]) -> list[StoredBlock] | None:
         """Blocks of a chain that the medium has; None when the tier failed."""
-        with self._suppressing("cannot look up blocks on the medium"):
+
+        def found() -> list[StoredBlock]:
             return [stored for stored in self._tier.probe(keys) if stored is not None]
-        return None
+
+        return _logged(self._name, "cannot look up blocks on the medium", found)
 
     def committed(self) -> list[StoredBlock] | None:
         """Every committed block; None when the tier failed."""
-        with self._suppressing("cannot list blocks"):
-            return list(self._tier.committed())
-        return None
+        return _logged(self._name, "cannot list blocks", lambda: list(self._tier.committed()))
 
     def capacity(self) -> int:
         """In blocks; UNBOUNDED while the tier is not open, or when it failed."""
@@ -391,21 +369,21 @@ class GuardedTier:
 
     def pin(self, slot: Slot) -> bool:
         """Whether the slot is pinned."""
-        with self._suppressing("cannot pin a slot"):
-            self._tier.pin(slot)
-            return True
-        return False
+        return self._does("cannot pin a slot", self._tier.pin, slot)
 
     def unpin(self, slot: Slot) -> None:
-        with self._suppressing("cannot unpin a slot"):
-            self._tier.unpin(slot)
+        self._does("cannot unpin a slot", self._tier.unpin, slot)
 
     def free(self, keys: Sequence[BlockKey], *, makes_room: bool) -> bool:
         """Whether the blocks are removed; ``makes_room`` leaves blocks of others on the medium."""
-        with self._suppressing("cannot evict blocks"):
-            (self._tier.make_room if makes_room else self._tier.evict)(keys)
-            return True
-        return False
+        remove = self._tier.make_room if makes_room else self._tier.evict
+        return self._does("cannot evict blocks", remove, keys)
 
-    def _suppressing(self, what: str) -> log_and_suppress:
-        return log_and_suppress(self._name, what)
+    def _does(self, what: str, call: Callable[..., object], *arguments: object) -> bool:
+        """Whether the call raised nothing."""
+
+        def run() -> bool:
+            call(*arguments)
+            return True
+
+        return _logged(self._name, what, run) is not None

@@ -74,8 +74,6 @@ class TierMover:
         agents: Sequence[TransferAgent],
         tier: StorageTier,
         arena: Arena,
-        *,
-        in_flight_bytes: int = _IN_FLIGHT_BYTES,
     ) -> None:
         """The tier's and the arena's regions are registered with each agent.
 
@@ -84,7 +82,6 @@ class TierMover:
         self._agents = agents
         self._tier = tier
         self._arena = arena
-        self._in_flight_bytes = in_flight_bytes
         self._lanes = ThreadPoolExecutor(max(1, len(agents) - 1), thread_name_prefix="kv-lane")
         self._held: dict[Slot, set[int]] = {}
         """Tokens of transfers that timed out, by the slots that NIXL may still touch."""
@@ -207,7 +204,7 @@ class TierMover:
             MoveLimits(
                 timeout_s=context.remaining_s,
                 batch_bytes=_BATCH_BYTES,
-                max_in_flight_bytes=self._in_flight_bytes,
+                max_in_flight_bytes=_IN_FLIGHT_BYTES,
                 cancelled=context.cancelled,
             ),
             on_moved,
