@@ -31,14 +31,12 @@ from commutator.contract.tier import StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult, StoreBlocks
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 
 BLOCK_TOKENS = 512
 PARTS = (0.01, 0.05, 0.2)
 """Capacities, as parts of the different blocks in the trace."""
 UPPER = 0.25
 """Part of the capacity that the upper of two tiers gets."""
-_KNOWN = PrefillSpeed(tokens_per_s=None, block_size=BLOCK_TOKENS)
 
 
 @frozen
@@ -102,7 +100,7 @@ def replay(prompts: Sequence[Prompt], tiers: Sequence[TierSpec]) -> float:
                     facts=RetentionHints(depth=depth),
                 )
         wanted = [keys[block] for block in prompt.blocks]
-        plan = manager.begin_onboard(str(number), wanted, 0, now_s, prefill=_KNOWN)
+        plan = manager.begin_onboard(str(number), wanted, 0, now_s, compute_s=None)
         if plan.blocks:
             loaded = {key: LoadResult.LOADED for key, _ in plan.blocks}
             _carry_out(manager, manager.finish_onboard(str(number), loaded, now_s), now_s)

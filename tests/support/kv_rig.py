@@ -25,7 +25,6 @@ from commutator.contract.worker import TierState
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema import structure
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
@@ -33,7 +32,6 @@ from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
 __all__ = [
     "BLOCK_BYTES",
     "BLOCK_TOKENS",
-    "UNKNOWN_SPEED",
     "KvRig",
     "chain",
     "content",
@@ -55,7 +53,6 @@ IDENTITY = CacheIdentity(
     layout="bytes that follow from the key",
     block_size=BLOCK_TOKENS,
 )
-UNKNOWN_SPEED = PrefillSpeed(tokens_per_s=None, block_size=BLOCK_TOKENS)
 
 
 @cache

@@ -15,7 +15,6 @@ from commutator.contract.eviction import EvictionPolicy
 from commutator.contract.tier import AdmissionConfig
 from commutator_engine_kit.kv.block_manager.actions import Announce, FreeBlocks, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru
@@ -148,10 +147,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def begin_onboard(self, number: int, first: int, tokens_per_s: float | None) -> None:
         keys = chain_of(number)
         self.last_load += 1
-        speed = PrefillSpeed(tokens_per_s=tokens_per_s, block_size=16)
+        compute_s = 16 / tokens_per_s if tokens_per_s else None
         matched = self.manager.match(keys, first)
         plan = self.manager.begin_onboard(
-            f"load-{self.last_load}", keys, first, self.now_s, prefill=speed
+            f"load-{self.last_load}", keys, first, self.now_s, compute_s=compute_s
         )
         expected = list(zip(keys[first:], matched, strict=False))
         assert list(plan.blocks) == expected[: len(plan.blocks)]

@@ -7,14 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, LoadSpeed
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed, best_prefix
+from commutator_engine_kit.kv.block_manager.onboard import best_prefix
 
 SECONDS = st.floats(0, 10)
 COSTS = st.builds(LoadCost, latency_s=SECONDS, block_s=SECONDS)
-
-
-def speed(block_s: float) -> PrefillSpeed:
-    return PrefillSpeed(tokens_per_s=16 / block_s, block_size=16)
 
 
 @given(
@@ -59,7 +55,7 @@ def test_a_tier_that_changes_is_measured_anew() -> None:
 def test_no_other_prefix_takes_less_time(
     tiers: list[int], costs: list[LoadCost], block_s: float
 ) -> None:
-    chosen = best_prefix(tiers, dict(enumerate(costs)), speed(block_s)).blocks
+    chosen = best_prefix(tiers, dict(enumerate(costs)), block_s).blocks
 
     def total(blocks: int) -> float:
         loads = [costs[tier].of(tiers[:blocks].count(tier)) for tier in range(3)]
@@ -70,13 +66,12 @@ def test_no_other_prefix_takes_less_time(
 
 def test_mixed_tiers() -> None:
     costs = {0: LoadCost(latency_s=0.001, block_s=0.001), 1: LoadCost(latency_s=0.5, block_s=0.1)}
-    fast_only = best_prefix([0, 0, 1, 1], costs, speed(0.05))
+    fast_only = best_prefix([0, 0, 1, 1], costs, 0.05)
     assert fast_only.blocks == 2, "the slow tier's blocks are computed"
-    assert best_prefix([0, 0, 1, 1], costs, speed(1.0)).blocks == 4
-    assert best_prefix([1, 1], costs, speed(0.05)).blocks == 0
+    assert best_prefix([0, 0, 1, 1], costs, 1.0).blocks == 4
+    assert best_prefix([1, 1], costs, 0.05).blocks == 0
 
 
 def test_what_is_not_known_is_loaded() -> None:
-    unknown = PrefillSpeed(tokens_per_s=None, block_size=16)
-    assert best_prefix([0, 0], {0: LoadCost(latency_s=9.0, block_s=9.0)}, unknown).blocks == 2
-    assert best_prefix([0, 0], {0: None}, speed(0.001)).blocks == 2
+    assert best_prefix([0, 0], {0: LoadCost(latency_s=9.0, block_s=9.0)}, None).blocks == 2
+    assert best_prefix([0, 0], {0: None}, 0.001).blocks == 2

@@ -18,11 +18,9 @@ from commutator_engine_kit.kv.block_manager.actions import (
     StoreBlocks,
 )
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.lru import Lru
 
 ALICE, BOB = (PrincipalConfig().principal(name) for name in ("alice", "bob"))
-UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
 
 
 def key(number: int) -> BlockKey:
@@ -70,7 +68,7 @@ def keep(world: KvWorld, *numbers: int, facts: RetentionHints = PLAIN, now_s: fl
 
 
 def load(world: KvWorld, *numbers: int, name: str = "load", now_s: float = 0.0) -> None:
-    plan = world.manager.begin_onboard(name, keys(*numbers), 0, now_s, prefill=UNKNOWN)
+    plan = world.manager.begin_onboard(name, keys(*numbers), 0, now_s, compute_s=None)
     assert len(plan.blocks) == len(numbers)
     world.loads[name] = plan
 
@@ -191,7 +189,7 @@ def test_a_tier_that_is_down_is_passed_over() -> None:
     assert world.manager.statistics().edge("device", "dram").not_admitted["tier is down"] == 1
     world.down.add(1)
     world.do(world.manager.tier_down(1, 0.0))
-    plan = world.manager.begin_onboard("x", keys(1), 0, 0.0, prefill=UNKNOWN)
+    plan = world.manager.begin_onboard("x", keys(1), 0, 0.0, compute_s=None)
     assert (plan.blocks, plan.reason) == ((), "dram is down")
     world.down.clear()
     world.manager.tier_up(0, 0.0)
@@ -350,25 +348,25 @@ def test_admission_rules_and_their_counters() -> None:
 def test_a_load_slower_than_computing_is_not_done_but_measured_again() -> None:
     world = KvWorld([tier("dram", 8)])
     keep(world, 1, 2)
-    fast = PrefillSpeed(tokens_per_s=1000.0, block_size=16)
+    fast = 0.016
     manager = world.manager
-    manager.begin_onboard("unmeasured", keys(1, 2), 0, 100.0, prefill=fast)
+    manager.begin_onboard("unmeasured", keys(1, 2), 0, 100.0, compute_s=fast)
     world.do(
         manager.finish_onboard("unmeasured", dict.fromkeys(keys(1, 2), LoadResult.LOADED), 101.0)
     )
-    plan = manager.begin_onboard("a", keys(1, 2), 0, 102.0, prefill=fast)
+    plan = manager.begin_onboard("a", keys(1, 2), 0, 102.0, compute_s=fast)
     assert plan.blocks == ()
     assert plan.reason == "slower than recompute: 1000.0 ms against 32.0 ms"
     assert manager.statistics().tiers[0].not_loaded["slower than recompute"] == 2
-    plan = manager.begin_onboard("b", keys(1, 2), 0, 140.0, prefill=fast)
+    plan = manager.begin_onboard("b", keys(1, 2), 0, 140.0, compute_s=fast)
     assert plan.reason.startswith("to measure dram again; slower than recompute")
     assert len(plan.blocks) == 2
     loaded = dict.fromkeys(keys(1, 2), LoadResult.LOADED)
     for name in ("b", *(f"again-{number}" for number in range(60))):
         if name != "b":
-            manager.begin_onboard(name, keys(1, 2), 0, 140.0, prefill=UNKNOWN)
+            manager.begin_onboard(name, keys(1, 2), 0, 140.0, compute_s=None)
         world.do(manager.finish_onboard(name, loaded, 140.0, seconds={0: 0.001}))
-    plan = manager.begin_onboard("c", keys(1, 2), 0, 141.0, prefill=fast)
+    plan = manager.begin_onboard("c", keys(1, 2), 0, 141.0, compute_s=fast)
     assert plan.reason == "everything", "it has become fast"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import pytest
 from attrs import evolve
 from tests.support.kv_integrity import check_integrity
-from tests.support.kv_rig import BLOCK_BYTES, UNKNOWN_SPEED, KvRig, chain, content, setups
+from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, content, setups
 from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import PLAIN, BlockDescriptor, RetentionHints
@@ -140,7 +140,7 @@ def test_a_load_and_the_use_after_it_are_one() -> None:
     for _ in range(3):
         tiers.manager.used([key(1)])
     evict(tiers, 1)
-    assert tiers.manager.begin_onboard("x", [key(1)], 0, 0.0, prefill=UNKNOWN_SPEED).blocks
+    assert tiers.manager.begin_onboard("x", [key(1)], 0, 0.0, compute_s=None).blocks
     tiers.do(tiers.manager.finish_onboard("x", {key(1): LoadResult.LOADED}, 0.0))
     counted = tiers.manager._uses
     assert counted is not None

@@ -6,11 +6,9 @@ from tests.support.kv_world import KvWorld, stored
 
 from commutator_engine_kit.kv.block_manager.actions import FreeBlocks, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_eviction.lru import Lru
 
 KEYS = [number.to_bytes(32, "little") for number in range(3)]
-UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
 
 
 def bucket_of(blocks: int) -> KvWorld:
@@ -33,7 +31,7 @@ def end_load(world: KvWorld, name: str, result: LoadResult) -> list[FreeBlocks]:
 def test_a_corrupt_block_that_another_reads_goes_as_corrupt_once_it_is_read() -> None:
     world = bucket_of(1)
     for name in ("a", "b"):
-        world.manager.begin_onboard(name, KEYS[:1], 0, 0.0, prefill=UNKNOWN)
+        world.manager.begin_onboard(name, KEYS[:1], 0, 0.0, compute_s=None)
     assert end_load(world, "a", LoadResult.CORRUPT) == []
     [free] = end_load(world, "b", LoadResult.LOADED)
     assert (free.keys, free.reason, free.makes_room) == ((KEYS[0],), "corrupt", False)

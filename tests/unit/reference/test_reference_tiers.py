@@ -14,7 +14,7 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
+from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.engine import EngineOptions
@@ -114,11 +114,8 @@ def test_preemption_with_tiers_changes_nothing(expected: list[list[int]], tmp_pa
 
 def load_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compute these few tokens may take less time than to load them."""
-
-    def unknown(*, tokens_per_s: float | None, block_size: int) -> PrefillSpeed:
-        return PrefillSpeed(tokens_per_s=None, block_size=block_size)
-
-    monkeypatch.setattr("commutator_engine_kit.kv.lookups.PrefillSpeed", unknown)
+    plan = Loads.plan
+    monkeypatch.setattr(Loads, "plan", lambda *planned: plan(*planned[:-1], None))
 
 
 def test_what_the_arena_forgets_is_stored_just_before(

@@ -20,7 +20,6 @@ from commutator_engine_kit.kv import (
     Announce,
     BlockManager,
     LoadResult,
-    PrefillSpeed,
     StoreBlocks,
     TierSpec,
     eviction_factory,
@@ -67,9 +66,8 @@ class OffloadTiers:
         self.manager = BlockManager([_spec(tier) for tier in tiers], most_waiting=sys.maxsize)
         self._links = [_Link(tier) for tier in tiers]
         self._block_size = parameters.block_size
-        self._prefill = PrefillSpeed(
-            tokens_per_s=parameters.prefill_tokens_per_s, block_size=parameters.block_size
-        )
+        speed = parameters.prefill_tokens_per_s
+        self._compute_s = parameters.block_size / speed if speed else None
         self._takes_computed = any(tier.write == "through" for tier in tiers)
         self._takes_evicted = bool(tiers) and tiers[0].write == "on_evict"
         self._counts_uses = any(tier.admission.min_hits > 1 for tier in tiers)
@@ -99,7 +97,7 @@ class OffloadTiers:
             return Load()
         names = [_name(key) for key in keys]
         now_s, load_id = self._passed(now_ns), str(next(self._load_ids))
-        plan = self.manager.begin_onboard(load_id, names, 0, now_s, prefill=self._prefill)
+        plan = self.manager.begin_onboard(load_id, names, 0, now_s, compute_s=self._compute_s)
         if not plan.blocks:
             return Load()
         by_tier = Counter(tier for _, tier in plan.blocks)

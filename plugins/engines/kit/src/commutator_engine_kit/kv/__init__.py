@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     )
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
     from commutator_engine_kit.kv.block_manager.manager import BlockManager
-    from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
     from commutator_engine_kit.kv.connector import KvConnector
     from commutator_engine_kit.kv.loads import Loads
     from commutator_engine_kit.kv.lookups import Lookups
@@ -57,7 +56,6 @@ __all__ = [
     "OnboardTicket",
     "OpenedSlots",
     "Polled",
-    "PrefillSpeed",
     "ScatteredArena",
     "SlotTier",
     "StoreBlocks",

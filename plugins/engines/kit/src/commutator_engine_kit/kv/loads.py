@@ -15,7 +15,6 @@ from commutator.contract.block import BlockKey
 from commutator.contract.tier import Span
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency, LoadResult
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.tier_stack import (
     FinishedOnboard,
     OnboardTicket,
@@ -103,11 +102,11 @@ class Loads:
     # What follows is for the connector, and called with the lock held.
 
     def plan(
-        self, request_id: str, keys: Sequence[BlockKey], first: int, prefill: PrefillSpeed
+        self, request_id: str, keys: Sequence[BlockKey], first: int, compute_s: float | None
     ) -> OnboardTicket:
         """Choose blocks from ``first`` on to onboard; the block manager pins them."""
         ticket_id, now_s = str(next(self._numbers)), time.monotonic()
-        plan = self._tiers.manager.begin_onboard(ticket_id, keys, first, now_s, prefill=prefill)
+        plan = self._tiers.manager.begin_onboard(ticket_id, keys, first, now_s, compute_s=compute_s)
         media = tuple(self._tiers.threads[tier].worker.setup.tier.medium for _, tier in plan.blocks)
         ticket = OnboardTicket(id=ticket_id, request_id=request_id, first=first, media=media)
         if plan.blocks:

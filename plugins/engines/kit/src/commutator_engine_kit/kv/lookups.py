@@ -16,7 +16,6 @@ from commutator.contract.block import BlockKey, CacheIdentity, block_keys
 from commutator.contract.tier import StoredBlock
 from commutator.contract.worker import BlockExplanation
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency
-from commutator_engine_kit.kv.block_manager.onboard import PrefillSpeed
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.tier_stack import OnboardTicket, TierStack
 from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
@@ -102,11 +101,11 @@ class Lookups:
         without such a look-up, the future is done at once. Cancel it when the answer is no longer
         needed. ``prefetch`` and ``plan`` with the same ``request_id`` ask shared tiers once.
         """
-        prefill = PrefillSpeed(tokens_per_s=tokens_per_s, block_size=self._identity.block_size)
+        compute_s = self._identity.block_size / tokens_per_s if tokens_per_s else None
         name = uuid.uuid4().hex if request_id is None else request_id
 
         def decide() -> OnboardTicket:
-            return self._loads.plan(name, keys, first, prefill)
+            return self._loads.plan(name, keys, first, compute_s)
 
         cancel = self._loads.cancel
         return self._after_answers(keys, first, name, decide, forget=True, unwanted=cancel)

@@ -27,7 +27,6 @@ from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 from commutator_engine_kit.kv.block_manager.onboard import (
     OnboardPlan,
     OnboardScheduler,
-    PrefillSpeed,
     prefetch,
 )
 
@@ -111,14 +110,16 @@ class BlockManager:
         first: int,
         now_s: float,
         *,
-        prefill: PrefillSpeed,
+        compute_s: float | None,
     ) -> OnboardPlan:
         """Choose the blocks to load of a prompt. The device has the first ``first`` blocks.
 
-        The plan's blocks are pinned until ``finish_onboard``; a plan without blocks needs no such
-        call. Raises ValueError when a load of that id runs.
+        ``compute_s`` is the time in which the engine computes a block of a prompt; None while it is
+        unknown: then everything is loaded. The plan's blocks are pinned until
+        ``finish_onboard``; a plan without blocks needs no such call. Raises
+        ValueError when a load of that id runs.
         """
-        return self._loads.begin(load_id, keys, first, now_s, prefill)
+        return self._loads.begin(load_id, keys, first, now_s, compute_s)
 
     def finish_onboard(
         self,

@@ -17,28 +17,12 @@ __all__ = [
     "BreakEven",
     "OnboardPlan",
     "OnboardScheduler",
-    "PrefillSpeed",
     "best_prefix",
     "prefetch",
 ]
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a slow tier again."""
-
-
-@frozen(kw_only=True)
-class PrefillSpeed:
-    """The measured speed at which the engine computes prompts."""
-
-    tokens_per_s: float | None
-    """None while unknown: then everything is loaded."""
-    block_size: int
-    """Tokens in a block."""
-
-    @property
-    def block_s(self) -> float | None:
-        """Seconds to compute one block; None while unknown."""
-        return self.block_size / self.tokens_per_s if self.tokens_per_s else None
 
 
 @frozen(kw_only=True)
@@ -74,7 +58,7 @@ class OnboardScheduler:
         keys: Sequence[BlockKey],
         first: int,
         now_s: float,
-        prefill: PrefillSpeed,
+        compute_s: float | None,
     ) -> OnboardPlan:
         """Choose the blocks to load, and pin them. A plan without blocks needs no ``finish``."""
         if load_id in self.running:
@@ -84,7 +68,7 @@ class OnboardScheduler:
         if not tiers:
             return OnboardPlan(load_id=load_id, blocks=(), reason=missing)
         costs = {tier: self.index.pools[tier].speed.cost for tier in set(tiers)}
-        gate = best_prefix(tiers, costs, prefill)
+        gate = best_prefix(tiers, costs, compute_s)
         blocks, reason = gate.blocks, missing
         if blocks < len(tiers):
             reason = _slower(gate, len(tiers))
@@ -198,28 +182,27 @@ class BreakEven:
 
 
 def best_prefix(
-    tiers: Sequence[int], costs: Mapping[int, LoadCost | None], prefill: PrefillSpeed
+    tiers: Sequence[int], costs: Mapping[int, LoadCost | None], compute_s: float | None
 ) -> BreakEven:
     """The longest prefix for which loading it and computing the rest takes the least time.
 
+    ``compute_s`` is the time to compute a block; None while unknown: then everything is loaded.
     ``tiers`` has the tier of each block. Tiers load in parallel, each in one batch. A tier of
     unknown cost counts as free, so that its loads get measured.
     """
-    block_s = prefill.block_s
     counts: dict[int, int] = {}
     seconds: dict[int, float] = {}
-    best, least, load_s = 0, float("inf"), 0.0
-    if block_s is not None:
-        least = len(tiers) * block_s
+    prefill_s = None if compute_s is None else len(tiers) * compute_s
+    best, load_s = 0, 0.0
+    least = float("inf") if prefill_s is None else prefill_s
     for number, tier in enumerate(tiers, start=1):
         counts[tier] = counts.get(tier, 0) + 1
         cost = costs.get(tier)
         seconds[tier] = cost.of(counts[tier]) if cost is not None else 0.0
         load_s = max(load_s, seconds[tier])
-        total = load_s + (len(tiers) - number) * (block_s or 0.0)
-        if block_s is None or total <= least:
+        total = load_s + (len(tiers) - number) * (compute_s or 0.0)
+        if compute_s is None or total <= least:
             best, least = number, total
-    prefill_s = None if block_s is None else len(tiers) * block_s
     return BreakEven(blocks=best, load_s=load_s, prefill_s=prefill_s)
 
 
