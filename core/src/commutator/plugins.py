@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
@@ -70,6 +70,7 @@ from commutator.schema import nearest
 
 __all__ = [
     "BLOCKED_PLUGINS",
+    "SEAMS",
     "Installed",
     "PluginHost",
     "installed_plugins",
@@ -155,87 +156,67 @@ class _Listener:
         self.function(**chosen)
 
 
+SEAMS: Sequence[tuple[str, str, str, type[Any], Callable[[Any], str | None]]] = (
+    (
+        "engine",
+        "engines",
+        "engine",
+        EngineConfig,
+        _instance_of(EngineConnector, "an EngineConnector"),
+    ),
+    ("router", "routers", "router", RouterConfig, _must_be_factory),
+    ("route_stage", "stages", "stage", RouteStage, _must_be_concrete),
+    ("disagg", "disaggs", "disaggregation", DisaggregationConfig, _must_be_factory),
+    ("fairness", "fairness", "fairness", FairnessConfig, _must_be_factory),
+    ("tier", "tiers", "tier", TierConfig, _must_be_factory),
+    ("eviction", "evictions", "eviction", EvictionConfig, _must_be_factory),
+    ("observer", "observers", "observer", ObserverConfig, _must_be_factory),
+    ("authenticator", "authenticators", "authenticator", AuthenticatorConfig, _must_be_factory),
+    ("limiter", "limiters", "limiter", LimiterConfig, _must_be_factory),
+    ("door", "doors", "door", DoorConfig, _instance_of(Door, "a Door")),
+    ("protocol", "protocols", "protocol", ProtocolConfig, _instance_of(Protocol, "a Protocol")),
+    ("parser", "parsers", "parser", ParserConfig, _must_be_factory),
+    ("operations", "operations", "operations", OperationsConfig, _must_be_factory),
+    ("registry", "registries", "registry", RegistryConfig, _must_be_factory),
+    ("launcher", "launchers", "launcher", LauncherConfig, _must_be_factory),
+    ("event_bus", "event_buses", "event bus", EventBusConfig, _must_be_factory),
+    ("planner", "planners", "planner", PlannerConfig, _must_be_factory),
+    ("tuning", "tunings", "tuning", TuningConfig, _must_be_factory),
+)
+"""For each hook NAME_register: NAME, the catalog of ``PluginHost`` that it fills, and the catalog's
+``Catalog.seam``, ``config_base`` and ``check``."""
+
+
 class PluginHost(PromptObserver):
     """The loaded plugins: the kinds that they registered, and an observer that calls them."""
 
+    engines: Catalog[EngineConnector[Any]]
+    routers: Catalog[Callable[[Any], RoutingPolicy]]
+    stages: Catalog[type[RouteStage]]
+    disaggs: Catalog[Callable[[Any], DisaggPolicy]]
+    fairness: Catalog[Callable[[Any], FairnessPolicy]]
+    tiers: Catalog[Callable[[Any], StorageTier]]
+    evictions: Catalog[Callable[[Any, int], EvictionPolicy]]
+    observers: Catalog[Callable[[Any], Observer]]
+    authenticators: Catalog[Callable[[Any], Authenticator]]
+    limiters: Catalog[Callable[[Any], Limiter]]
+    doors: Catalog[Door[Any, Any]]
+    protocols: Catalog[Protocol[Any, Any]]
+    parsers: Catalog[Callable[[Any], AnswerParser]]
+    operations: Catalog[Callable[[Any, OperationsContext], Operations]]
+    registries: Catalog[Callable[[Any], Registry]]
+    launchers: Catalog[Callable[[Any, LauncherContext], Launcher | AgentLauncher]]
+    event_buses: Catalog[Callable[[Any], EventBus]]
+    planners: Catalog[Callable[[Any, PlannerContext], PlannerPolicy[Any]]]
+    tunings: Catalog[Callable[[Any, TuningContext], Tuning]]
+
     def __init__(self) -> None:
-        self.engines: Catalog[EngineConnector[Any]] = Catalog(
-            "engine", EngineConfig, _instance_of(EngineConnector, "an EngineConnector")
-        )
-        self.routers: Catalog[Callable[[Any], RoutingPolicy]] = Catalog(
-            "router", RouterConfig, _must_be_factory
-        )
-        self.stages: Catalog[type[RouteStage]] = Catalog("stage", RouteStage, _must_be_concrete)
-        self.disaggs: Catalog[Callable[[Any], DisaggPolicy]] = Catalog(
-            "disaggregation", DisaggregationConfig, _must_be_factory
-        )
-        self.tiers: Catalog[Callable[[Any], StorageTier]] = Catalog(
-            "tier", TierConfig, _must_be_factory
-        )
-        self.evictions: Catalog[Callable[[Any, int], EvictionPolicy]] = Catalog(
-            "eviction", EvictionConfig, _must_be_factory
-        )
-        self.fairness: Catalog[Callable[[Any], FairnessPolicy]] = Catalog(
-            "fairness", FairnessConfig, _must_be_factory
-        )
-        self.observers: Catalog[Callable[[Any], Observer]] = Catalog(
-            "observer", ObserverConfig, _must_be_factory
-        )
-        self.authenticators: Catalog[Callable[[Any], Authenticator]] = Catalog(
-            "authenticator", AuthenticatorConfig, _must_be_factory
-        )
-        self.limiters: Catalog[Callable[[Any], Limiter]] = Catalog(
-            "limiter", LimiterConfig, _must_be_factory
-        )
-        self.doors: Catalog[Door[Any, Any]] = Catalog(
-            "door", DoorConfig, _instance_of(Door, "a Door")
-        )
-        self.protocols: Catalog[Protocol[Any, Any]] = Catalog(
-            "protocol", ProtocolConfig, _instance_of(Protocol, "a Protocol")
-        )
-        self.parsers: Catalog[Callable[[Any], AnswerParser]] = Catalog(
-            "parser", ParserConfig, _must_be_factory
-        )
-        self.operations: Catalog[Callable[[Any, OperationsContext], Operations]] = Catalog(
-            "operations", OperationsConfig, _must_be_factory
-        )
-        self.registries: Catalog[Callable[[Any], Registry]] = Catalog(
-            "registry", RegistryConfig, _must_be_factory
-        )
-        self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher | AgentLauncher]] = (
-            Catalog("launcher", LauncherConfig, _must_be_factory)
-        )
-        self.event_buses: Catalog[Callable[[Any], EventBus]] = Catalog(
-            "event bus", EventBusConfig, _must_be_factory
-        )
-        self.planners: Catalog[Callable[[Any, PlannerContext], PlannerPolicy[Any]]] = Catalog(
-            "planner", PlannerConfig, _must_be_factory
-        )
-        self.tunings: Catalog[Callable[[Any, TuningContext], Tuning]] = Catalog(
-            "tuning", TuningConfig, _must_be_factory
-        )
-        self._catalogs: dict[str, Catalog[Any]] = {
-            "engine_register": self.engines,
-            "router_register": self.routers,
-            "route_stage_register": self.stages,
-            "disagg_register": self.disaggs,
-            "fairness_register": self.fairness,
-            "tier_register": self.tiers,
-            "eviction_register": self.evictions,
-            "observer_register": self.observers,
-            "authenticator_register": self.authenticators,
-            "limiter_register": self.limiters,
-            "door_register": self.doors,
-            "protocol_register": self.protocols,
-            "parser_register": self.parsers,
-            "operations_register": self.operations,
-            "registry_register": self.registries,
-            "launcher_register": self.launchers,
-            "event_bus_register": self.event_buses,
-            "planner_register": self.planners,
-            "tuning_register": self.tunings,
-        }
+        self._catalogs: dict[str, Catalog[Any]] = {}
         """By the hook that fills it."""
+        for hook, attribute, seam, config_base, check in SEAMS:
+            catalog: Catalog[Any] = Catalog(seam, config_base, check)
+            self._catalogs[f"{hook}_register"] = catalog
+            setattr(self, attribute, catalog)
         self.commands: dict[str, Command] = {}
         """What plugins add to the command line, by name."""
         self.installed: list[Installed] = []

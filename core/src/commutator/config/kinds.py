@@ -11,26 +11,13 @@ import cattrs
 from cattrs.errors import AttributeValidationNote, ClassValidationError
 
 from commutator.config.model import Config
-from commutator.contract.disagg import DisaggregationConfig
 from commutator.contract.door import DoorConfig, FrontendConfig
 from commutator.contract.engine import EngineConfig
-from commutator.contract.event_bus import EventBusConfig
-from commutator.contract.eviction import EvictionConfig
-from commutator.contract.fairness import FairnessConfig
-from commutator.contract.launcher import LauncherConfig
-from commutator.contract.limiter import LimiterConfig
-from commutator.contract.observer import ObserverConfig
-from commutator.contract.operations import OperationsConfig
-from commutator.contract.parser import ParserConfig
-from commutator.contract.planner import PlannerConfig, TuningConfig
-from commutator.contract.principal import AuthenticatorConfig
-from commutator.contract.protocol import ProtocolConfig
 from commutator.contract.registration import Catalog
-from commutator.contract.registry import RegistryConfig
-from commutator.contract.routing import Filter, Picker, RouterConfig, Scorer
+from commutator.contract.routing import Filter, Picker, RouteStage, Scorer
 from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
-from commutator.plugins import PluginHost
+from commutator.plugins import SEAMS, PluginHost
 from commutator.schema import Mismatch, build_converter, json_schema, mismatch, nearest
 
 __all__ = [
@@ -111,30 +98,16 @@ def config_converter(
     return converter
 
 
-_CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
-    EngineConfig: lambda host: host.engines,
-    RouterConfig: lambda host: host.routers,
-    DisaggregationConfig: lambda host: host.disaggs,
-    TierConfig: lambda host: host.tiers,
-    EvictionConfig: lambda host: host.evictions,
-    FairnessConfig: lambda host: host.fairness,
-    ObserverConfig: lambda host: host.observers,
-    AuthenticatorConfig: lambda host: host.authenticators,
-    LimiterConfig: lambda host: host.limiters,
-    OperationsConfig: lambda host: host.operations,
-    DoorConfig: lambda host: host.doors,
-    ProtocolConfig: lambda host: host.protocols,
-    ParserConfig: lambda host: host.parsers,
-    RegistryConfig: lambda host: host.registries,
-    LauncherConfig: lambda host: host.launchers,
-    EventBusConfig: lambda host: host.event_buses,
-    PlannerConfig: lambda host: host.planners,
-    TuningConfig: lambda host: host.tunings,
-    Filter: lambda host: host.stages,
-    Scorer: lambda host: host.stages,
-    Picker: lambda host: host.stages,
+_CATALOGS: Mapping[type[Any], str] = {
+    **{base: catalog for _, catalog, _, base, _ in SEAMS if base is not RouteStage},
+    **dict.fromkeys((Filter, Scorer, Picker), "stages"),
 }
-"""The base class of each section with kinds, and the catalog that lists its kinds."""
+"""The base class of each section with kinds, and the catalog of ``PluginHost`` with its kinds."""
+
+
+def _catalog(base: type[Any], host: PluginHost) -> Catalog[Any]:
+    found: Catalog[Any] = getattr(host, _CATALOGS[base])
+    return found
 
 
 def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
@@ -177,7 +150,7 @@ def _structure_by_kind(
             example = value if isinstance(value, str) and value.isidentifier() else "NAME"
             raise Mismatch(f"a mapping such as {{kind: {example}}}", value)
         host = load_host()
-        catalog, kind = _CATALOGS[base](host), value.get("kind", default)
+        catalog, kind = _catalog(base, host), value.get("kind", default)
         if kind is None:
             raise _at_kind(_missing_kind(value, catalog), base)
         if not isinstance(kind, str):
@@ -247,7 +220,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
     for section, default in {**DEFAULT_KINDS, "limiter": default_limiter(host)}.items():
         base: Any = attrs.fields_dict(Config)[section].type
         schema["properties"][section] |= _one_of_kinds(base, host, default)
-        if default not in _CATALOGS[base](host).kinds:
+        if default not in _catalog(base, host).kinds:
             schema["required"].append(section)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -289,7 +262,7 @@ def _option_schema(owner: Any, host: PluginHost, cls: Any) -> dict[str, Any] | N
 def _one_of_kinds(base: Any, host: PluginHost, default: str | None = None) -> dict[str, Any]:
     """One alternative for each kind; only that of the kind ``default`` may leave `kind` out."""
     alternatives = []
-    for name, kind in sorted(_CATALOGS[base](host).kinds.items()):
+    for name, kind in sorted(_catalog(base, host).kinds.items()):
         cls = kind.config_class
         if not issubclass(cls, base):  # filters, scorers and pickers share one catalog
             continue
