@@ -15,8 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,11 @@ from commutator.config.load import Loaded, load_config
 from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.engine import LaunchContext, NodeGroup
 from commutator.contract.launcher import LauncherContext
-from commutator.contract.registry import RETIRED, Change, Document, Registry
-from commutator.contract.worker import Role, WorkerRecord
+from commutator.contract.registry import RETIRED, Registry
 from commutator.errors import (
     CommutatorError,
     ConfigError,
     EngineError,
-    NameTakenError,
     RegistryError,
 )
 from commutator.launcher.child import (
@@ -118,65 +115,6 @@ class CutOff:
         return len(self._lost) == len(self._answered_s) and silent_s >= self._limit_s
 
 
-class _WatchedRegistry(Registry):
-    """A registry that says whether it answers."""
-
-    def __init__(self, inner: Registry, on_answer: Callable[[bool], None]) -> None:
-        self._inner = inner
-        self._on_answer = on_answer
-
-    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
-        with self._watched():
-            return await self._inner.register(record, ttl_s)
-
-    async def keep_alive(self, lease_id: int) -> bool:
-        with self._watched():
-            return await self._inner.keep_alive(lease_id)
-
-    async def deregister(self, lease_id: int, reason: str) -> None:
-        await self._inner.deregister(lease_id, reason)
-
-    async def set_draining(self, worker_id: str, draining: bool) -> bool:
-        return await self._inner.set_draining(worker_id, draining)
-
-    async def set_role(self, worker_id: str, role: Role) -> bool:
-        return await self._inner.set_role(worker_id, role)
-
-    async def read_document(self, name: str) -> Document | None:
-        return await self._inner.read_document(name)
-
-    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
-        return await self._inner.write_document(name, value, expected=expected)
-
-    async def delete_document(self, name: str, *, expected: int) -> bool:
-        return await self._inner.delete_document(name, expected=expected)
-
-    def watch_document(self, name: str) -> AsyncIterator[Document | None]:
-        return self._inner.watch_document(name)
-
-    def watch(self) -> AsyncIterator[Sequence[Change]]:
-        return self._inner.watch()
-
-    def view_age_s(self) -> float | None:
-        return self._inner.view_age_s()
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Report how the block ends: a name that is taken is an answer, too."""
-        try:
-            yield
-        except NameTakenError:
-            self._on_answer(True)
-            raise
-        except RegistryError:
-            self._on_answer(False)
-            raise
-        self._on_answer(True)
-
-
 class _Host:
     """One worker on this host, until SIGTERM."""
 
@@ -196,11 +134,8 @@ class _Host:
         self._parent = os.getppid()
         self._cut_off = CutOff(order.cut_off_s, time.monotonic())
 
-    def _open_registry(self) -> Registry:
-        return _WatchedRegistry(
-            registry_client(self._loaded),
-            lambda answered: self._cut_off.saw("registry", answered, time.monotonic()),
-        )
+    def _registry_answered(self, answered: bool) -> None:
+        self._cut_off.saw("registry", answered, time.monotonic())
 
     async def run(self) -> None:
         """Run the worker until SIGTERM; then drain it. Raises ConfigError if it can never start."""
@@ -212,13 +147,20 @@ class _Host:
             return
         events = self._config.cluster.events
         bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
-        registry = self._open_registry()
+        registry = registry_client(self._loaded)
         await launcher.open()
         try:
             while not self._stop.is_set():
                 env = self._variables(spec)
                 agent = WorkerAgent(
-                    spec, self._config.runtime, registry, launcher, self._folder, env, bus=bus
+                    spec,
+                    self._config.runtime,
+                    registry,
+                    launcher,
+                    self._folder,
+                    env,
+                    bus=bus,
+                    on_answer=self._registry_answered,
                 )
                 await self._live(agent, registry)
         finally:

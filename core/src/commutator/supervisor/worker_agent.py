@@ -6,10 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+AnswerT = TypeVar("AnswerT")
 _POLL_S = 0.1
 
 _STOP_GRACE_S = 10.0
@@ -93,10 +94,12 @@ class WorkerAgent:
         state_dir: Path,
         env: Mapping[str, str] = MappingProxyType({}),
         bus: EventBus | None = None,
+        on_answer: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """``env``: the variables with the secrets that the worker reads, beside its plan's own.
 
         ``bus``: where its KV events are passed on; None: front doors read its own sockets.
+        ``on_answer`` is told whether the registry answered, each time that it is asked.
         """
         self.name = spec.worker_id
         self.ready = asyncio.Event()
@@ -113,6 +116,7 @@ class WorkerAgent:
         self._ever_ready = False
         self._peers = KvPeers()
         self._bus = bus or ZmqEventBus()
+        self._on_answer = on_answer
         self._client: EngineClient | None = None
         self._starts = StartLog(
             UnreadyWorker(
@@ -374,12 +378,23 @@ class WorkerAgent:
 
     async def _register(self, record: WorkerRecord) -> None:
         """Begin a lease. Raises RegistryError."""
-        self._lease_id = await self._registry.register(record, self._lease_s)
+        self._lease_id = await self._asked(self._registry.register(record, self._lease_s))
+
+    async def _asked(self, asking: Awaitable[AnswerT]) -> AnswerT:
+        """The registry's answer. Raises RegistryError."""
+        try:
+            answer = await asking
+        except RegistryError as error:
+            self._on_answer(isinstance(error, NameTakenError))  # which is an answer, too
+            raise
+        self._on_answer(True)
+        return answer
 
     async def _renew(self, record: WorkerRecord) -> None:
         """Renew the lease; register the worker again if the lease lapsed."""
         try:
-            if self._lease_id is None or not await self._registry.keep_alive(self._lease_id):
+            lease_id = self._lease_id
+            if lease_id is None or not await self._asked(self._registry.keep_alive(lease_id)):
                 await self._register(record)
                 log.info("%s is back in the registry", self.name)
             elif self._unrenewed:
