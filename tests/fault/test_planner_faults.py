@@ -32,7 +32,8 @@ from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import Fleet
 from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
 from commutator.supervisor.planner.service import PlannerService
-from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.supervisor.specs import WorkerSpec
+from commutator.supervisor.worker_agent import WorkerAgent
 from commutator_slo.config import SloConfig
 from commutator_slo.need import Need, Situation
 

@@ -12,7 +12,6 @@ from commutator.config.load import Loaded, load_config
 from commutator.config.yaml_file import to_yaml
 from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.errors import ConfigError
-from commutator.supervisor.generation import generation_of
 from commutator.supervisor.hosts import (
     can_be_hub,
     cluster_warnings,
@@ -23,7 +22,7 @@ from commutator.supervisor.hosts import (
     serves_registry,
     transport_variables,
 )
-from commutator.supervisor.supervisor import worker_specs
+from commutator.supervisor.specs import generation_of, worker_specs
 from commutator.trust import SECRET_FILE, Network, TlsFiles
 from commutator.trust.identity import Kind
 

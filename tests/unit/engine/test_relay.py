@@ -23,7 +23,7 @@ from yarl import URL
 from commutator.contract.engine import RelayStart
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import EngineError, EngineUnavailableError
-from commutator.supervisor.relays import relayed_address
+from commutator.supervisor.worker_agent import relayed_address
 from commutator.trust import Network, RunSecret, TlsFiles, adopt
 from commutator.trust.identity import Kind
 from commutator_engine_kit.http import INSTANCE_HEADER, REFUSED_PATH

@@ -21,7 +21,8 @@ from commutator.contract.worker import EngineLoad, KvTransferInfo, Role
 from commutator.errors import ConfigError
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import Fleet
-from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.supervisor.specs import WorkerSpec
+from commutator.supervisor.worker_agent import WorkerAgent
 
 RUNTIME = RuntimeConfig(restart_backoff_s=0.01, lease_s=30.0)
 BUSY = EngineLoad(running=1)

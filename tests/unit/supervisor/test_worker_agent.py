@@ -34,7 +34,8 @@ from commutator.errors import (
 from commutator.launcher.child import StartFailure, report_start_failure
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.unready import UnreadyState, UnreadyWorker
-from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.supervisor.specs import WorkerSpec
+from commutator.supervisor.worker_agent import WorkerAgent
 from commutator.trust import Network, TlsFiles, use_network
 
 PROGRAM = ("an-engine",)

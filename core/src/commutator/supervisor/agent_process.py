@@ -44,15 +44,15 @@ from commutator.launcher.process import LocalLauncher
 from commutator.supervisor.hosts import (
     child_environment,
     interface_of,
-    kv_host,
     network_of,
     registry_client,
     run_secret,
     those_set,
 )
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
-from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
-from commutator.trust import Network, adopt, use_network
+from commutator.supervisor.specs import WorkerSpec, worker_spec
+from commutator.supervisor.worker_agent import WorkerAgent
+from commutator.trust import adopt, use_network
 
 __all__ = ["CONFIG", "ORDER", "CutOff", "Order", "main"]
 
@@ -140,7 +140,11 @@ class _Host:
     async def run(self) -> None:
         """Run the worker until SIGTERM; then drain it. Raises ConfigError if it can never start."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
-        spec = worker_spec(self._loaded, self._order, self._network, self._group)
+        (engine,) = self._config.engines
+        network, order = self._network, self._order
+        host = "" if network is None else network.host
+        spec = worker_spec(self._loaded, engine, order.number, network, host)
+        spec = evolve(spec, generation=order.generation, group=self._group)
         launcher = LocalLauncher(self._context())
         if self._group is not None and self._group.rank > 0:
             await self._run_rank(launcher, spec)
@@ -322,30 +326,6 @@ def _print_line(process: str, stream: str, line: str) -> None:
     del process, stream
     sys.stdout.write(hidden_line(line) + "\n")
     sys.stdout.flush()
-
-
-def worker_spec(
-    loaded: Loaded, order: Order, network: Network | None, group: NodeGroup | None = None
-) -> WorkerSpec:
-    """The worker of an order; its id begins with the name of the host, if that has one."""
-    config = loaded.config
-    (engine,) = config.engines
-    (model,) = config.models
-    host = "" if network is None else network.host
-    name = f"{order.engine}-{order.number}"
-    return WorkerSpec(
-        worker_id=f"{host}-{name}" if host else name,
-        config=engine,
-        model=model,
-        connector=loaded.host.engines.kinds[engine.kind].thing,
-        tiers=config.tiers,
-        host=host,
-        labels=config.cluster.host.labels,
-        generation=order.generation,
-        advertise="127.0.0.1" if network is None else network.advertise,
-        kv_host=kv_host(config, network),
-        group=group,
-    )
 
 
 def at_address(values: dict[str, Any], address: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from commutator.contract.worker import EngineLoad, Role, WorkerRecord
 from commutator.errors import CommutatorError, RegistryError
 from commutator.registry.claims import workers_only
 from commutator.registry.unready import UnreadyState, UnreadyWorker
-from commutator.supervisor.worker_agent import WorkerSpec
+from commutator.supervisor.specs import WorkerSpec
 
 __all__ = ["ActionResult", "Agent", "Fleet", "InFlight", "loaded"]
 

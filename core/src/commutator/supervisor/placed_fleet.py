@@ -34,7 +34,7 @@ from commutator.registry.claims import workers_only
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor import agent_process
 from commutator.supervisor.agent_process import CONFIG, ORDER, Order
-from commutator.supervisor.worker_agent import WorkerSpec
+from commutator.supervisor.specs import WorkerSpec
 
 __all__ = [
     "Failed",

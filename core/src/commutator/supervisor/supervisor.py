@@ -47,11 +47,9 @@ from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
-from commutator.supervisor.generation import generation_of
 from commutator.supervisor.hosts import (
     can_be_hub,
     child_environment,
-    kv_host,
     network_of,
     run_secret,
     serves_registry,
@@ -61,9 +59,9 @@ from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_
 from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
 from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.planner.setup import make_planner, make_tuning
-from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.supervisor.specs import WorkerSpec, worker_specs
+from commutator.supervisor.worker_agent import WorkerAgent
 from commutator.trust import (
-    Network,
     adopt,
     host_and_port,
     in_url,
@@ -74,7 +72,6 @@ __all__ = [
     "Supervisor",
     "banner",
     "front_door_address",
-    "worker_specs",
     "write_effective",
 ]
 
@@ -90,36 +87,6 @@ _MOST_INTERVALS = 2.0
 _SETTLE_LEASES = 3.0
 """Leases after which workers of before have registered with a registry that has just begun."""
 _KILLED_AT_ONCE = 128 + signal.SIGINT
-
-
-def worker_specs(
-    loaded: Loaded, network: Network | None = None, name: str | None = None
-) -> list[WorkerSpec]:
-    """The workers of the engine ``name`` or of all, named ENGINE-0, ENGINE-1, ...
-
-    ``network`` is that of this host, whose name comes before theirs, as HOST-.
-    """
-    config = loaded.config
-    models = {model.name: model for model in config.models}
-    host = (config.cluster.host.name or "") if network is None else network.host
-    prefix = f"{host}-" if host else ""
-    return [
-        WorkerSpec(
-            worker_id=f"{prefix}{engine.name}-{replica}",
-            host=host,
-            labels=config.cluster.host.labels,
-            generation=generation_of(engine, models[engine.model or ""], config.tiers),
-            advertise="127.0.0.1" if network is None else network.advertise,
-            kv_host=kv_host(config, network),
-            config=engine,
-            model=models[engine.model or ""],
-            connector=loaded.host.engines.kinds[engine.kind].thing,
-            tiers=config.tiers,
-        )
-        for engine in config.engines
-        if name in (None, engine.name)
-        for replica in range(engine.replicas)
-    ]
 
 
 def write_effective(config: Config, port: int, file: Path) -> None:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
+from urllib.parse import urlsplit
 
-from attrs import evolve, frozen
+import msgspec
+from attrs import asdict, evolve
 
 from commutator.backoff import Backoff
 from commutator.config.model import RuntimeConfig
 from commutator.config.secrets import hidden_line
 from commutator.contract.engine import (
     EngineClient,
-    EngineConfig,
-    EngineConnector,
     HttpRelay,
     LaunchContext,
-    ModelConfig,
-    NodeGroup,
     RelayStart,
 )
 from commutator.contract.event_bus import EventBus
-from commutator.contract.launcher import LaunchedProcess, Launcher
+from commutator.contract.launcher import LaunchedProcess, Launcher, LaunchPlan
 from commutator.contract.registry import RETIRED, Registry, WorkerUp
-from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
 from commutator.engine import TokenApiClient
 from commutator.engine.protocol import INSTANCE
@@ -44,14 +42,14 @@ from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.child import take_start_failure
 from commutator.registry.unready import StartLog, UnreadyWorker
-from commutator.supervisor.relays import relay_plan, relayed_address
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
-from commutator.trust import network_of_this_process
+from commutator.supervisor.specs import WorkerSpec
+from commutator.trust import in_url, network_of_this_process
 
 __all__ = [
     "KvPeers",
     "WorkerAgent",
-    "WorkerSpec",
+    "relayed_address",
 ]
 
 log = logging.getLogger(__name__)
@@ -59,27 +57,6 @@ AnswerT = TypeVar("AnswerT")
 _POLL_S = 0.1
 
 _STOP_GRACE_S = 10.0
-
-
-@frozen
-class WorkerSpec:
-    """One replica of one `engines` entry."""
-
-    worker_id: str
-    config: EngineConfig
-    model: ModelConfig
-    connector: EngineConnector[Any]
-    tiers: tuple[TierConfig, ...] = ()
-    host: str = ""
-    """As ``WorkerRecord.host``."""
-    labels: Mapping[str, str] = MappingProxyType({})
-    generation: str = ""
-    advertise: str = "127.0.0.1"
-    """The address at which other hosts reach this one."""
-    kv_host: str = "127.0.0.1"
-    """As ``LaunchContext.kv_host``."""
-    group: NodeGroup | None = None
-    """As ``LaunchContext.group``, of rank 0."""
 
 
 class WorkerAgent:
@@ -238,7 +215,7 @@ class WorkerAgent:
         assert network is not None
         listen, port = self._launcher.listen_at()
         address = relayed_address(target, network.advertise, port, tls=network.tls is not None)
-        plan = relay_plan(RelayStart(listen, port, address, target, rules), instance)
+        plan = _relay_plan(RelayStart(listen, port, address, target, rules), instance)
         name = f"{self.name}-relay"
 
         async def once() -> Ended:
@@ -448,6 +425,23 @@ def _sentence(error: Exception) -> str:
         return str(error)
     kind = "" if isinstance(error, CommutatorError) else f"{type(error).__name__}: "
     return f"failed: {kind}{error}"
+
+
+def _relay_plan(start: RelayStart, instance: str) -> LaunchPlan:
+    """The process of a relay for one ``instance`` of a worker."""
+    value = msgspec.json.encode(asdict(start)).decode()
+    return LaunchPlan(
+        argv=(sys.executable, "-m", start.rules.module),
+        address=start.url,
+        env={RelayStart.VARIABLE: value, INSTANCE: instance},
+    )
+
+
+def relayed_address(address: str, host: str, port: int, *, tls: bool) -> str:
+    """The ``address`` of an engine as others reach it, by a relay at ``host`` and ``port``."""
+    parts = urlsplit(address)
+    scheme = "https" if tls else "http"
+    return parts._replace(scheme=scheme, netloc=f"{in_url(host)}:{port}").geturl()
 
 
 class KvPeers:
