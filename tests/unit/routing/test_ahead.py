@@ -155,7 +155,7 @@ async def test_only_those_whose_turn_comes_soon_are_looked_ahead_for() -> None:
     now_s = asyncio.get_running_loop().time()
 
     async def admitted(number: int) -> None:
-        place = admission.place(0)
+        place = admission.order.place(0)
         await admission.admit(
             place, now_s, attempt, again=False, on_near=lambda: near.append(number)
         )

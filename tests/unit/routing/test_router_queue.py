@@ -50,13 +50,13 @@ async def cancel(task: asyncio.Task[tuple[str, float]]) -> None:
 async def test_who_comes_while_others_wait_tries_no_worker_and_overtakes_nobody() -> None:
     requests = Requests()
     queue = requests.queue
-    first = await requests.waits(queue.place(0, "flood"), 0.0)
+    first = await requests.waits(queue.order.place(0, "flood"), 0.0)
     assert requests.attempts == 1
     requests.free = True
-    urgent = await requests.waits(queue.place(-1, "other"), 0.0)
+    urgent = await requests.waits(queue.order.place(-1, "other"), 0.0)
     assert requests.attempts == 1, "where a request waits, every worker is busy"
     queue.wake()
-    late = await requests.waits(queue.place(0, "third"), 0.0)
+    late = await requests.waits(queue.order.place(0, "third"), 0.0)
     assert [await task for task in (first, urgent, late)]
 
 
@@ -64,7 +64,7 @@ async def test_who_need_not_wait_gets_no_credit_for_the_time_before() -> None:
     requests = Requests()
     queue, requests.free = requests.queue, True
     for name in ["idle", *["busy"] * 50, "idle"]:
-        await (await requests.waits(queue.place(0, name), 0.0))
+        await (await requests.waits(queue.order.place(0, name), 0.0))
     assert requests.policy.rank("idle") == requests.policy.rank("busy")
 
 
@@ -72,12 +72,12 @@ async def test_the_age_is_that_of_the_earliest_arrival_whatever_its_place() -> N
     requests = Requests()
     queue = requests.queue
     assert queue.oldest_s == 0.0
-    late_place, early_place = queue.place(5), queue.place(0)
+    late_place, early_place = queue.order.place(5), queue.order.place(0)
     first = await requests.waits(early_place, 1.0)
     assert 1.0 <= queue.oldest_s < 2.0
     # Admitted before, but its worker was dead: it enters after the first, and arrived before it.
     second = await requests.waits(late_place, 3.0, again=True)
-    third = await requests.waits(queue.place(-1), 0.0)
+    third = await requests.waits(queue.order.place(-1), 0.0)
     assert 3.0 <= queue.oldest_s < 4.0
     await cancel(second)
     assert 1.0 <= queue.oldest_s < 2.0
@@ -94,7 +94,9 @@ async def test_requests_that_arrived_at_the_same_time_leave_one_by_one() -> None
     requests = Requests()
     queue, now_s = requests.queue, asyncio.get_running_loop().time()
     tasks = [
-        asyncio.create_task(queue.admit(queue.place(0), now_s - 2.0, lambda: None, again=False))
+        asyncio.create_task(
+            queue.admit(queue.order.place(0), now_s - 2.0, lambda: None, again=False)
+        )
         for _ in range(3)
     ]
     await asyncio.sleep(0)

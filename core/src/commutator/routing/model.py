@@ -19,7 +19,7 @@ from commutator.fairness import Fifo, Guarded, Weighted
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad
-from commutator.routing.placement import Placer, Waiting
+from commutator.routing.placement import Placer
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import Arms, ModelRouter
 from commutator.routing.workers import LiveWorkers
@@ -146,13 +146,17 @@ def model_routing(
         if policy.uses_overlap:
             indexer = shared if shared and shared.serves(config) else KvIndexer(config, bus=bus)
         router = ModelRouter(policy, indexer, load, rng, config.block_size)
-        waiting = Waiting(
-            busy=config.busy,
+        return Placer(
+            model,
+            router,
+            workers,
+            load,
+            config.busy,
             on_waiting=on_waiting,
             fairness=_fairness(config.busy, host),
             for_first=from_zero and not prefill,
+            prefill=prefill,
         )
-        return Placer(model, router, workers, load, waiting, prefill=prefill)
 
     placer = make_placer(config.router, None, prefill=False)
     pool = None

@@ -31,7 +31,7 @@ from commutator.routing.router import ModelRouter, Route, describe_busy
 from commutator.routing.workers import LiveWorker, LiveWorkers
 from commutator.tracing import begin_worker_span
 
-__all__ = ["Placement", "Placer", "Waiting", "WorkerRequest", "able"]
+__all__ = ["Placement", "Placer", "WorkerRequest", "able"]
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +63,6 @@ class Placement:
     ticket: Ticket
 
 
-@frozen(kw_only=True)
-class Waiting:
-    """How requests wait for a worker."""
-
-    busy: BusyConfig
-    on_waiting: Callable[[int], None]
-    """Called with 1 when a request begins to wait, -1 when it stops."""
-    fairness: FairnessPolicy | None = None
-    """Orders the waiting requests of different principals; None: ``fifo``."""
-    for_first: bool = False
-    """Requests wait in the queue where there is no worker, as one will be started."""
-
-
 class Placer:
     """Places the requests of one model. Used from one event loop."""
 
@@ -85,28 +72,31 @@ class Placer:
         router: ModelRouter,
         workers: LiveWorkers,
         load: InFlightLoad,
-        waiting: Waiting,
+        busy: BusyConfig,
         *,
+        on_waiting: Callable[[int], None],
+        fairness: FairnessPolicy | None = None,
+        for_first: bool = False,
         prefill: bool = False,
     ) -> None:
-        """``prefill``: choose among the prefill workers instead of the workers that decode."""
+        """``on_waiting`` gets 1 when a request begins to wait for a worker, -1 when it stops.
+
+        ``fairness`` orders the waiting requests of different principals; None: ``fifo``.
+        ``for_first``: requests also wait where there is no worker, as one will be started.
+        ``prefill``: choose among the prefill workers instead of the workers that decode.
+        """
         self._model = model
-        self._waits_for_first = waiting.for_first
+        self._waits_for_first = for_first
         self._prefill = prefill
         self.router = router
         self.workers = workers
         self.load = load
-        self._busy = busy = waiting.busy
+        self._busy = busy
         self._prefetches: set[asyncio.Task[None]] = set()
         self._queue: RouterQueue[Placement] | None = None
-        if busy.enabled or waiting.for_first:
+        if busy.enabled or for_first:
             self._queue = RouterQueue(
-                busy,
-                self._undo,
-                self._refusal,
-                waiting.on_waiting,
-                waiting.fairness,
-                _prompt_tokens,
+                busy, self._undo, self._refusal, on_waiting, fairness, _prompt_tokens
             )
 
     @property
@@ -147,10 +137,11 @@ class Placer:
         while True:
             placement = self._take_any(summary, hashes, usable)
             if await self._reachable(placement):
-                if (queue := self._queue) is not None:
-                    place = queue.place(summary.priority, summary.principal, summary.weight)
-                    queue.charge(place, _prompt_tokens(placement), 0)
-                    placement.ticket.on_served = partial(queue.charge, place)
+                if self._queue is not None:
+                    order = self._queue.order
+                    place = order.place(summary.priority, summary.principal, summary.weight)
+                    order.charge(place, _prompt_tokens(placement), 0)
+                    placement.ticket.on_served = partial(order.charge, place)
                 return placement
 
     async def _place_in_turn(
@@ -162,7 +153,8 @@ class Placer:
         request: GenerateRequest | None,
     ) -> Placement:
         arrived_s = asyncio.get_running_loop().time()
-        place = queue.place(summary.priority, summary.principal, summary.weight)
+        order = queue.order
+        place = order.place(summary.priority, summary.principal, summary.weight)
         attempt = partial(self._take_free, summary, hashes, usable)
         prefetch = None
         indexer = self.router.indexer
@@ -178,10 +170,10 @@ class Placer:
                 place, arrived_s, attempt, again=again, on_near=prefetch
             )
             if await self._reachable(placement):
-                placement.ticket.on_served = partial(queue.charge, place)
+                placement.ticket.on_served = partial(order.charge, place)
                 placement.route.waited_s = waited_s
                 return placement
-            queue.charge(place, -_prompt_tokens(placement), 0)
+            order.charge(place, -_prompt_tokens(placement), 0)
             again = True
 
     def _prefetch(

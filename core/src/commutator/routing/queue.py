@@ -84,7 +84,8 @@ class RouterQueue(Generic[ResultT]):
         ``prompt_tokens`` says how many tokens the worker computes before the first of the answer;
         they are charged at once.
         """
-        self._queue = RequestQueue(config.max_queued_requests, fairness or Fifo())
+        self.order = RequestQueue(config.max_queued_requests, fairness or Fifo())
+        """Makes the places that are admitted, and counts what is computed for them."""
         self._max_queue_s = config.max_queue_s
         self._undo = undo
         self._refusal = refusal
@@ -100,7 +101,7 @@ class RouterQueue(Generic[ResultT]):
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self.order)
 
     @property
     def oldest_s(self) -> float:
@@ -108,14 +109,6 @@ class RouterQueue(Generic[ResultT]):
         if not self._arrivals:
             return 0.0
         return asyncio.get_running_loop().time() - self._arrivals[0][0]
-
-    def place(self, priority: int, principal: str | None = None, weight: float = 1.0) -> Place:
-        """The position of a request that arrives now; lower priorities are served first."""
-        return self._queue.place(priority, principal, weight)
-
-    def charge(self, place: Place, prompt_tokens: int, generated_tokens: int) -> None:
-        """Count what the workers compute for the flow of ``place``; see ``FairnessPolicy``."""
-        self._queue.charge(place, prompt_tokens, generated_tokens)
 
     async def admit(
         self,
@@ -138,11 +131,11 @@ class RouterQueue(Generic[ResultT]):
         loop = asyncio.get_running_loop()
         # Where a request waits, every worker is busy or a wake-up is scheduled.
         if not self.waiting and (result := attempt()) is not None:
-            self._queue.arrived(place)
+            self.order.arrived(place)
             self._begin(place, result)
             return result, 0.0
-        if not self._queue.enter(place, again=again):
-            last = self._queue.enter_for_last(place)
+        if not self.order.enter(place, again=again):
+            last = self.order.enter_for_last(place)
             if last is None:
                 problem = f"the queue of {self.waiting} is full"
                 raise self._refusal("router_queue_full", problem, self._recent_wait_s)
@@ -173,7 +166,7 @@ class RouterQueue(Generic[ResultT]):
 
     def wake(self) -> None:
         """A worker may have become free. Cheap with an empty queue; several calls count as one."""
-        if not self._woken and self._queue.first() is not None:
+        if not self._woken and self.order.first() is not None:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._serve)
 
@@ -183,7 +176,7 @@ class RouterQueue(Generic[ResultT]):
         self._notify_near()
 
     def _admit_waiting(self) -> None:
-        while (place := self._queue.first()) is not None:
+        while (place := self.order.first()) is not None:
             waiter = self._waiters[place]
             if not waiter.turn.done():  # done: cancelled, but still in the queue
                 try:
@@ -199,15 +192,15 @@ class RouterQueue(Generic[ResultT]):
 
     def _begin(self, place: Place, result: ResultT) -> None:
         # At once, so that the next free worker of this wake-up is another flow's.
-        self._queue.admitted(place, self._prompt_tokens(result))
+        self.order.admitted(place, self._prompt_tokens(result))
 
     def _notify_near(self) -> None:
         if not self._far:
             return
-        if len(self._queue) <= _NEAR:
+        if len(self.order) <= _NEAR:
             near = list(self._far)  # all, whatever their order
-        elif len(self._queue) - len(self._far) <= _ENOUGH_NEAR:
-            near = self._queue.nearest(_NEAR)
+        elif len(self.order) - len(self._far) <= _ENOUGH_NEAR:
+            near = self.order.nearest(_NEAR)
         else:
             return
         for place in near:
@@ -215,7 +208,7 @@ class RouterQueue(Generic[ResultT]):
                 on_near()
 
     def _leave(self, place: Place) -> None:
-        self._queue.leave(place)
+        self.order.leave(place)
         self._far.pop(place, None)
 
     def _displace(self, place: Place) -> None:
@@ -223,7 +216,7 @@ class RouterQueue(Generic[ResultT]):
         turn = self._waiters[place].turn
         if not turn.done():
             problem = f"the queue of {self.waiting} is full, and more urgent requests came"
-            if self._queue.flows > 1:
+            if self.order.flows > 1:
                 problem += ", or requests of others who have fewer waiting"
             turn.set_exception(
                 self._refusal("router_queue_displaced", problem, self._recent_wait_s)
@@ -275,7 +268,7 @@ class RequestQueue:
         return len(self._flows)
 
     def place(self, priority: int, principal: str | None = None, weight: float = 1.0) -> Place:
-        """The position of a request that arrives now; it does not wait yet."""
+        """The position of a request that arrives now; lower priorities are served first."""
         return Place(priority, next(self._numbers), self._policy.flow(principal), weight)
 
     def arrived(self, place: Place) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -283,23 +283,6 @@ class PrefillPool:
             return self.compatibility.problem(worker.record, record) is None
 
         return fits
-
-    async def place(
-        self,
-        summary: RequestSummary,
-        hashes: Sequence[int],
-        fits: Callable[[LiveWorker], bool],
-        avoid: Collection[LiveWorker],
-    ) -> Placement:
-        """Choose a prefill worker that is not in ``avoid``. Raises RoutingError if there is none.
-
-        A request waits for its first prefill worker, but not for further ones.
-        """
-
-        def usable(worker: LiveWorker) -> bool:
-            return worker not in avoid and fits(worker)
-
-        return await self.placer.place(summary, hashes, may_wait=not avoid, usable=usable)
 
     def prefilled_locally(self, decision: DisaggDecision, decode: Placement) -> None:
         """Measure a prefill at the decode worker, whose first token has just arrived."""

@@ -158,10 +158,18 @@ class DisaggRequest:
         return await self._prefill_locally()
 
     async def _place(self) -> Placement | None:
-        """Choose a prefill worker; None when none is ready or none became free in time."""
+        """Choose a prefill worker; None when none is ready or none became free in time.
+
+        The request waits for its first one, but not for further ones.
+        """
         pool, summary = self._pool, evolve(self._summary, max_tokens=1)
         try:
-            placement = await pool.place(summary, self._hashes, self._fits, self._avoid)
+            placement = await pool.placer.place(
+                summary,
+                self._hashes,
+                may_wait=not self._avoid,
+                usable=lambda worker: worker not in self._avoid and self._fits(worker),
+            )
         except RoutingError as error:
             self._outcome, self._refusal = str(error), error
             self._report(_Try("", outcome="refused", settled=True))
