@@ -33,8 +33,7 @@ from commutator.contract.protocol import DoorFacts
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
 from commutator.demand import DoorReport, RoleCounts
-from commutator.engine.protocol import pack_request
-from commutator.engine.versions import PROTOCOLS
+from commutator.engine.protocol import PROTOCOLS, Codec
 from commutator_console.console import Console
 from commutator_console.page import PAGE_PATHS
 from commutator_http.app import build_app, build_local_app
@@ -51,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedProcess]:
         yield target
 
 
-REQUEST = pack_request(
+REQUEST = Codec().pack_request(
     GenerateRequest(
         request_id="r", token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3), cache_salt="s"
     )

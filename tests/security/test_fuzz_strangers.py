@@ -24,8 +24,8 @@ from tests.support.fuzz_closed_target import SECRET
 from tests.support.fuzz_process import FuzzedProcess, connect, framed, run_cases, wire
 from zmq.utils import z85
 
+from commutator.engine.protocol import PROTOCOLS
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.engine.versions import PROTOCOLS
 from commutator.kv_events.curve import reader_keys
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.trust.handshake import MAC_BYTES, MAGIC, NONCE_BYTES, ClientHandshake

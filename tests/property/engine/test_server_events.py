@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from commutator.errors import EngineError
 from commutator_engine_kit.completions import JsonEvents, decoded
-from commutator_engine_kit.http import ServerEvents
 
 DONE = b"[DONE]"
 payloads = st.lists(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))
@@ -20,15 +19,15 @@ payloads = st.lists(st.text(st.characters(exclude_categories=["C", "Z"]), min_si
 
 @given(payloads, st.lists(st.integers(0, 400)), st.booleans())
 def test_cut_anywhere(texts: list[str], cuts: list[int], spaced: bool) -> None:
-    told = [text.encode() for text in texts]
+    told = [msgspec.json.encode(text) for text in texts]
     field = b"data: " if spaced else b"data:"
     sent = b"".join(b": alive\n\n" + field + payload + b"\n\n" for payload in told) + field + DONE
     places = sorted({0, len(sent), *(min(cut, len(sent)) for cut in cuts)})
-    events, got = ServerEvents(), list[bytes]()
+    events, got = JsonEvents("X", msgspec.json.Decoder(str)), list[str | None]()
     for begin, end in itertools.pairwise(places):
         got += events.feed(sent[begin:end])
-    assert got == told, "the last event is not complete yet"
-    assert list(events.feed(b"\n\n")) == [DONE]
+    assert got == texts, "the last event is not complete yet"
+    assert list(events.feed(b"\n\n")) == [None]
 
 
 sent_events = st.lists(
@@ -47,10 +46,12 @@ def test_events_that_come_together_are_decoded_as_each_alone(
     data = b"".join(event + b"\n\n" for event in sent)
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     decoder = msgspec.json.Decoder()
-    one_by_one, each, got = ServerEvents(), list[Any](), list[Any]()
+    each, got = list[Any](), list[Any]()
     with suppress(EngineError):
-        for payload in one_by_one.feed(data):
-            each.append(None if payload == DONE else decoded("X", payload, decoder.decode))
+        for event in data.split(b"\n\n"):
+            if event.startswith(b"data:"):
+                payload = event[5:].strip()
+                each.append(None if payload == DONE else decoded("X", payload, decoder.decode))
     events: JsonEvents[Any] = JsonEvents("X", decoder)
     with suppress(EngineError):
         for begin, end in itertools.pairwise(places):

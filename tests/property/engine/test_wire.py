@@ -19,7 +19,7 @@ from commutator.contract.request import (
     TokenDelta,
     TokenLogprob,
 )
-from commutator.engine.protocol import pack_delta, pack_request, unpack_delta, unpack_request
+from commutator.engine.protocol import Codec, unpack_delta
 from commutator.errors import RequestError
 from commutator.frames import FrameProtocol, pack
 
@@ -44,7 +44,9 @@ deltas = st.builds(
 @given(deltas, st.integers(0, 2**63 - 1))
 def test_a_delta_survives_the_wire(delta: TokenDelta, key: int) -> None:
     frames: list[list[Any]] = []
-    FrameProtocol(frames.append, print).data_received(pack(["deltas", [pack_delta(key, delta)]]))
+    FrameProtocol(frames.append, print).data_received(
+        pack(["deltas", [Codec().pack_delta(key, delta)]])
+    )
     ((kind, ((got_key, ids, extras),)),) = frames
     assert (kind, got_key) == ("deltas", key)
     assert unpack_delta(ids, extras) == delta
@@ -64,21 +66,21 @@ def test_a_delta_survives_the_wire(delta: TokenDelta, key: int) -> None:
 def test_a_request_survives_the_wire(request: GenerateRequest, kind: Any) -> None:
     given = evolve(request, token_ids=kind(request.token_ids))
     expected = evolve(request, token_ids=array("I", request.token_ids))
-    assert unpack_request(pack_request(given)) == expected
+    assert Codec().unpack_request(Codec().pack_request(given)) == expected
 
 
 @pytest.mark.parametrize("token_ids", [[1, 2**32], [-1], ["a"], [None]])
 def test_token_ids_that_are_none_are_refused_before_they_are_sent(token_ids: Sequence[Any]) -> None:
     request = GenerateRequest(request_id="", token_ids=token_ids, sampling=SamplingParams())
     with pytest.raises(RequestError, match="a token id is out of range"):
-        pack_request(request)
+        Codec().pack_request(request)
 
 
 def test_tokens_cut_off_in_the_middle_are_refused() -> None:
     request = GenerateRequest(request_id="", token_ids=[1, 2], sampling=SamplingParams())
-    rest, data = msgspec.msgpack.decode(pack_request(request))
+    rest, data = msgspec.msgpack.decode(Codec().pack_request(request))
     with pytest.raises(ValueError, match="multiple"):
-        unpack_request(msgspec.msgpack.encode([rest, data[:-1]]))
+        Codec().unpack_request(msgspec.msgpack.encode([rest, data[:-1]]))
 
 
 @given(st.lists(st.lists(st.text() | st.integers(-(2**63), 2**64 - 1), min_size=1)), st.data())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, WorkerRecord
-from commutator.engine.protocol import pack_delta, unpack_delta
+from commutator.engine.protocol import Codec, unpack_delta
 from commutator.errors import EngineHandoverError
 from commutator_trtllm.handover import WHOLE, ContextFirst, handover_info, request_number
 from commutator_trtllm.messages import DeltaReader, request_body
@@ -77,7 +77,7 @@ def hop(request: GenerateRequest) -> GenerateRequest:
 @given(params)
 def test_what_the_context_server_says_reaches_the_generation_server(words: dict[str, Any]) -> None:
     (last,) = DeltaReader().whole(answer(words))
-    _, ids, extras = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_delta(1, last)))
+    _, ids, extras = msgspec.msgpack.decode(msgspec.msgpack.encode(Codec().pack_delta(1, last)))
     handed = unpack_delta(ids, extras).handover
     leg = hop(ContextFirst().decode_request(HANDOVER, handed))
     body = msgspec.json.decode(msgspec.json.encode(request_body(leg, "m")))

@@ -32,7 +32,7 @@ from commutator.contract.worker import (
     TierContents,
 )
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S, TokenApiClient
-from commutator.engine.versions import PROTOCOLS
+from commutator.engine.protocol import PROTOCOLS
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
@@ -549,7 +549,7 @@ async def test_a_question_about_tiers_that_makes_no_sense_is_refused(
     async with served() as (engine, _, client):
         engine.admin = FakeAdmin(engine.answered)
         with pytest.raises(EngineError, match=message):
-            await client._ask("kv", question, argument)
+            await client._ask(object, "kv", question, argument)
 
 
 async def test_questions_and_answers_about_tiers_arrive_whole() -> None:

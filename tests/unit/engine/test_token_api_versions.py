@@ -27,7 +27,7 @@ from commutator import (
     TokenDelta,
 )
 from commutator.engine.client import TokenApiClient
-from commutator.engine.versions import PROTOCOLS, codec_of
+from commutator.engine.protocol import PROTOCOLS, codec_of
 from commutator.errors import EngineUnavailableError, RequestError
 from commutator.frames import FrameProtocol, Versions, versions_in
 from commutator_engine_kit.server import TokenApiServer

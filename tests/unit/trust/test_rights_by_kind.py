@@ -18,9 +18,8 @@ from commutator.contract.block import BlocksCleared
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.engine.client import TokenApiClient
+from commutator.engine.protocol import PROTOCOLS, Codec
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.engine.protocol import pack_request
-from commutator.engine.versions import PROTOCOLS
 from commutator.errors import EngineUnavailableError
 from commutator.frames import FrameProtocol
 from commutator.kv_events.curve import SERVICE as KV_EVENTS
@@ -190,7 +189,7 @@ class ScriptedEngine(TokenEngine):
         pass
 
 
-PROMPT = pack_request(
+PROMPT = Codec().pack_request(
     GenerateRequest(request_id="r", token_ids=[1], sampling=SamplingParams(max_tokens=1))
 )
 

@@ -17,8 +17,8 @@ from tests.support.certificates import Authorities, on_a_network
 from tests.unit.trust.test_rights_by_kind import OURS, Peer, ScriptedEngine, refused, until
 from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
 
+from commutator.engine.protocol import PROTOCOLS
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.engine.versions import PROTOCOLS
 from commutator.frames import FrameProtocol, pack
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import SERVICE as REGISTRY

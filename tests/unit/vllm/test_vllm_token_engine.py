@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import define, evolve, field
@@ -28,7 +28,7 @@ from commutator_engine_kit.server import TokenApiServer
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.token_api import LISTEN_AT, TokenApi
-from commutator_vllm.token_engine import AsyncEngine, Outputs, VllmTokenEngine
+from commutator_vllm.token_engine import Outputs, VllmTokenEngine
 
 INFO = EngineInfo(
     kind="vllm", version="0", model="m", max_model_len=64, block_size=16, kv_capacity_blocks=8
@@ -60,7 +60,7 @@ def output(
 
 
 @define
-class FakeEngine(AsyncEngine):
+class FakeEngine:
     """Answers when a test says so."""
 
     info: EngineInfo = INFO
@@ -123,7 +123,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     engine, emitted, deaths = FakeEngine(), list[list[tuple[int, TokenDelta]]](), list[int]()
-    tokens = VllmTokenEngine(engine, lambda: deaths.append(1))
+    tokens = VllmTokenEngine(cast(Any, engine), lambda: deaths.append(1))
     tokens.start(lambda deltas: emitted.append(list(deltas)))
     return Rig(engine, tokens, emitted, deaths)
 
@@ -249,7 +249,7 @@ async def served(
     def die() -> None:
         stopping.append(asyncio.create_task(server.stop()))
 
-    server = TokenApiServer(VllmTokenEngine(engine, die))
+    server = TokenApiServer(VllmTokenEngine(cast(Any, engine), die))
     port = await server.start("127.0.0.1", 0)
     client = VllmTokenClient(
         TokenApiAddress("http://127.0.0.1:1", f"127.0.0.1:{port}"), hands_over=hands_over

@@ -24,12 +24,14 @@ from commutator.contract.worker import (
     WorkerRecord,
 )
 from commutator.engine.protocol import (
+    PROTOCOLS,
     SERVICE,
+    Codec,
     DeltaStream,
     KvQuestion,
+    codec_of,
     unpack_delta,
 )
-from commutator.engine.versions import PROTOCOLS, Codec, codec_of
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -158,14 +160,14 @@ class TokenApiClient(EngineClient):
         return self._session.generate(request)
 
     async def load(self) -> EngineLoad:
-        return self._as(EngineLoad, await self._ask("load"))
+        return await self._ask(EngineLoad, "load")
 
     async def drain(self) -> None:
-        await self._ask("drain")
+        await self._ask(NoneType, "drain")
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs."""
-        await self._ask("reset_prefix_cache")
+        await self._ask(NoneType, "reset_prefix_cache")
 
     @property
     def answers(self) -> bool:
@@ -205,25 +207,13 @@ class TokenApiClient(EngineClient):
     ) -> AnswerT:
         if isinstance(argument, KvPrompt):
             argument = (await self._connected()).codec.pack_prompt(argument)
-        answer = await self._ask("kv", question, argument, timeout_s=timeout_s)
-        try:
-            return msgspec.convert(answer, answer_type)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"worker at {self.address}: {question}: {error}") from error
+        return await self._ask(answer_type, "kv", question, argument, timeout_s=timeout_s)
 
     async def handover_statistics(self, *, timeout_s: float = 5.0) -> TransferStatistics:
-        answer = await self._ask("transfer_statistics", timeout_s=timeout_s)
-        return self._as(TransferStatistics, answer)
+        return await self._ask(TransferStatistics, "transfer_statistics", timeout_s=timeout_s)
 
     async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
-        answer = await self._ask("refused_connections", timeout_s=timeout_s)
-        return self._as(dict[str, int], answer)
-
-    def _as(self, kind: type[AnswerT], answer: Any) -> AnswerT:
-        try:
-            return msgspec.convert(answer, kind)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"worker at {self.address}: {error}") from error
+        return await self._ask(dict[str, int], "refused_connections", timeout_s=timeout_s)
 
     async def close(self) -> None:
         if self._connecting is not None:
@@ -231,11 +221,16 @@ class TokenApiClient(EngineClient):
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, *question: Any, timeout_s: float | None = None) -> Any:
+    async def _ask(
+        self, answer_type: type[AnswerT], *question: Any, timeout_s: float | None = None
+    ) -> AnswerT:
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
         session = await self._connected()
         try:
-            return await session.ask(question, limit_s)
+            return msgspec.convert(await session.ask(question, limit_s), answer_type)
+        except msgspec.ValidationError as error:
+            what = question[1] if question[0] == "kv" else question[0]
+            raise EngineError(f"worker at {self.address}: {what}: {error}") from error
         except TimeoutError:
             raise EngineUnavailableError(
                 f"worker at {self.address}: no answer within {limit_s:g} s"

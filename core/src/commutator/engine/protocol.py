@@ -12,7 +12,9 @@
 The client says hello in the oldest version that it speaks. The server adds to its information which
 versions it speaks, as [oldest, newest]; servers before version 6 do not, and speak the version of
 the hello alone. If both speak a higher version, the client names the highest in "use", and what
-either end sends after that is of that version; see ``commutator.engine.versions``.
+either end sends after that is of that version. The version before the newest is spoken as well, so
+that a deployment can be updated worker by worker, in any order. What it cannot say is refused
+before it is sent; nothing is left out.
 
 A client that knows which instance of the worker it means, by the worker's record, names it (nil: it
 takes any); another instance answers "not_me" with its own, and closes the connection: a port may
@@ -34,25 +36,34 @@ import asyncio
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from attrs import evolve
+from attrs import evolve, field, frozen
 
-from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.contract.request import (
+    FinishReason,
+    GenerateRequest,
+    KvRetention,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from commutator.contract.worker import KvPrompt
 from commutator.errors import RequestError
+from commutator.frames import Versions
 
 __all__ = [
     "INSTANCE",
+    "PROTOCOLS",
     "SERVICE",
+    "Codec",
     "DeltaStream",
     "KvQuestion",
-    "pack_delta",
-    "pack_request",
+    "codec_of",
     "pack_tokens",
     "unpack_delta",
-    "unpack_request",
     "unpack_tokens",
 ]
 
@@ -75,27 +86,8 @@ _MOST_UNREAD = 64
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
-_request_encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(tuple[GenerateRequest, bytes])
-
-
-def pack_request(request: GenerateRequest) -> bytes:
-    """The last part of a "generate" frame.
-
-    Raises RequestError when a token id is no unsigned 32-bit integer.
-    """
-    tokens = pack_tokens(request.token_ids)
-    return _request_encoder.encode((evolve(request, token_ids=()), tokens))
-
-
-def unpack_request(packed: bytes) -> GenerateRequest:
-    """The inverse of ``pack_request``. Raises ValueError for anything else."""
-    request, data = _request_decoder.decode(packed)
-    return evolve(request, token_ids=unpack_tokens(data))
-
-
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """The tokens as little-endian 32-bit integers. Raises RequestError as ``pack_request``."""
+    """The tokens as little-endian 32-bit integers. Raises RequestError for one that is none."""
     try:
         tokens = array("I", token_ids)
     except (OverflowError, TypeError) as error:
@@ -113,28 +105,8 @@ def unpack_tokens(data: bytes) -> array[int]:
     return tokens
 
 
-def pack_delta(key: int, delta: TokenDelta) -> list[Any]:
-    """A delta as the compact array of a "deltas" frame."""
-    extras: dict[str, Any] = {}
-    if delta.logprobs:
-        extras["logprobs"] = [(lp.token_id, lp.logprob, lp.top) for lp in delta.logprobs]
-    if delta.finish_reason is not None:
-        extras["finish"] = delta.finish_reason.value
-    if delta.stop_reason is not None:
-        extras["stop"] = delta.stop_reason
-    if delta.cached_tokens is not None:
-        extras["cached"] = delta.cached_tokens
-    if delta.error is not None:
-        extras["error"] = delta.error
-    if delta.handover is not None:
-        extras["handover"] = delta.handover
-    if delta.handover_failed:
-        extras["handover_failed"] = True
-    return [key, delta.token_ids, extras or None]
-
-
 def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDelta:
-    """The inverse of ``pack_delta``, without the key."""
+    """The inverse of ``Codec.pack_delta``, without the key."""
     if extras is None:
         return TokenDelta(token_ids=tuple(token_ids))
     finish = extras.get("finish")
@@ -154,6 +126,159 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
         handover=extras.get("handover"),
         handover_failed=extras.get("handover_failed", False),
     )
+
+
+PROTOCOLS = Versions(5, 6)
+"""Of the token API, here."""
+
+_request_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(tuple[GenerateRequest, bytes])
+
+
+class Codec:
+    """How one version says what a connection carries; this one, the newest."""
+
+    version = PROTOCOLS.newest
+
+    def pack_request(self, request: GenerateRequest) -> bytes:
+        """The last part of a "generate" frame.
+
+        Raises RequestError for what this version cannot say, and when a token id is no unsigned
+        32-bit integer.
+        """
+        tokens = pack_tokens(request.token_ids)
+        return _request_encoder.encode((evolve(request, token_ids=()), tokens))
+
+    def unpack_request(self, packed: bytes) -> GenerateRequest:
+        """Raises RequestError for what cannot be served as asked, ValueError for no request."""
+        request, data = _request_decoder.decode(packed)
+        return evolve(request, token_ids=unpack_tokens(data))
+
+    def pack_prompt(self, prompt: KvPrompt) -> Any:
+        """Raises RequestError for what this version cannot say."""
+        return prompt
+
+    def unpack_prompt(self, value: Any) -> KvPrompt:
+        """Raises RequestError for what cannot be answered as asked, ValueError for no prompt."""
+        return msgspec.convert(value, KvPrompt)
+
+    def pack_delta(self, key: int, delta: TokenDelta) -> list[Any]:
+        """A delta as the compact array of a "deltas" frame."""
+        extras: dict[str, Any] = {}
+        if delta.logprobs:
+            extras["logprobs"] = [(lp.token_id, lp.logprob, lp.top) for lp in delta.logprobs]
+        if delta.finish_reason is not None:
+            extras["finish"] = delta.finish_reason.value
+        if delta.stop_reason is not None:
+            extras["stop"] = delta.stop_reason
+        if delta.cached_tokens is not None:
+            extras["cached"] = delta.cached_tokens
+        if delta.error is not None:
+            extras["error"] = delta.error
+        if delta.handover is not None:
+            extras["handover"] = delta.handover
+        if delta.handover_failed:
+            extras["handover_failed"] = True
+        return [key, delta.token_ids, extras or None]
+
+
+@frozen(kw_only=True)
+class _Request5:
+    """A request as version 5 has it."""
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    sampling: SamplingParams
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    generated_prefix: int = 0
+    handover: Mapping[str, Any] | None = None
+    retention: tuple[KvRetention, ...] = ()
+    extra: Mapping[str, Any] = field(factory=dict)
+    traceparent: str | None = None
+
+
+@frozen(kw_only=True)
+class _Prompt5:
+    """A prompt as version 5 has it."""
+
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    lora_name: str | None = None
+
+
+_SAME = tuple(
+    name for name in _Request5.__annotations__ if name not in ("token_ids", "lora_name", "extra")
+)
+_NOT_IN_5 = ("adapter", "constraint", "media", "session", "options")
+_FINISHES_NOT_IN_5 = (FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER)
+_decoder_5 = msgspec.msgpack.Decoder(tuple[_Request5, bytes])
+
+
+class _Codec5(Codec):
+    """Version 5 names adapters by a name alone, and has options that nobody checks."""
+
+    version = 5
+
+    def pack_request(self, request: GenerateRequest) -> bytes:
+        for name in _NOT_IN_5:
+            if getattr(request, name):
+                raise _too_old(name)
+        same = {name: getattr(request, name) for name in _SAME}
+        return msgspec.msgpack.encode((_Request5(**same), pack_tokens(request.token_ids)))
+
+    def unpack_request(self, packed: bytes) -> GenerateRequest:
+        request, data = _decoder_5.decode(packed)
+        _refuse_name(request.lora_name)
+        same = {name: getattr(request, name) for name in _SAME}
+        return GenerateRequest(**same, token_ids=unpack_tokens(data), options=request.extra)
+
+    def pack_prompt(self, prompt: KvPrompt) -> Any:
+        if prompt.adapter is not None:
+            raise _too_old("adapter")
+        return _Prompt5(token_ids=prompt.token_ids, cache_salt=prompt.cache_salt)
+
+    def unpack_prompt(self, value: Any) -> KvPrompt:
+        prompt = msgspec.convert(value, _Prompt5)
+        _refuse_name(prompt.lora_name)
+        return KvPrompt(token_ids=prompt.token_ids, cache_salt=prompt.cache_salt)
+
+    def pack_delta(self, key: int, delta: TokenDelta) -> list[Any]:
+        if delta.finish_reason in _FINISHES_NOT_IN_5:
+            error = (
+                f"the answer ended with {delta.finish_reason}, which version 5 of the token API "
+                "cannot say; update the front door"
+            )
+            delta = evolve(delta, finish_reason=FinishReason.ERROR, error=error)
+        return super().pack_delta(key, delta)
+
+
+def _too_old(name: str) -> RequestError:
+    return RequestError(
+        f"{name}: the worker speaks version 5 of the token API, which has no such field; update "
+        "the worker, or leave it out",
+        name,
+        "unsupported_parameter",
+    )
+
+
+def _refuse_name(adapter: str | None) -> None:
+    if adapter is not None:
+        raise RequestError(
+            f"adapter {adapter!r:.80}: version 5 of the token API names it without its content; "
+            "update the front door",
+            "adapter",
+        )
+
+
+_CODECS: Mapping[int, Codec] = {codec.version: codec for codec in (_Codec5(), Codec())}
+
+
+def codec_of(version: int) -> Codec | None:
+    """The messages of a version; None: it is not spoken here."""
+    return _CODECS.get(version)
 
 
 class DeltaStream:

@@ -19,7 +19,7 @@ from commutator.contract.request import (
 )
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import EngineError, EngineIncompleteError, RequestError
-from commutator_engine_kit.http import FailedAnswerError, HttpServer, ServerEvents
+from commutator_engine_kit.http import FailedAnswerError, HttpServer
 
 __all__ = [
     "CONSTRAINTS",
@@ -47,7 +47,8 @@ CONSTRAINTS = get_args(ConstraintKind)
 
 _DONE = b"[DONE]"
 _DATA = b"data:"
-_NEXT_DATA = b"\n\ndata:"
+_EVENT_END = b"\n\n"
+_NEXT_DATA = _EVENT_END + _DATA
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -120,19 +121,25 @@ ChunkT = TypeVar("ChunkT", bound=Chunk)
 
 
 class JsonEvents(Generic[T]):
-    """Decodes server-sent events that are JSON or "[DONE]", which is None."""
+    """Decodes server-sent events that are JSON or "[DONE]", which is None.
+
+    It expects one ``data`` field per event, as the engines send it, and skips comments.
+    """
 
     def __init__(self, engine: str, decoder: msgspec.json.Decoder[T]) -> None:
         """``engine`` is its name in errors."""
         self._engine = engine
         self._decoder = decoder
-        self._events = ServerEvents()
+        self._rest = b""
 
     def feed(self, data: bytes) -> Iterable[T | None]:
         """What ``data`` completes. Raises EngineError after what comes before a wrong event."""
-        events = self._events.complete(data)
-        if not events:
+        received = self._rest + data if self._rest else data
+        end = received.rfind(_EVENT_END)
+        if end < 0:
+            self._rest = received
             return ()
+        events, self._rest = received[:end], received[end + len(_EVENT_END) :]
         before, _, last = events.rpartition(_NEXT_DATA)
         is_done = last.strip() == _DONE
         found = self._at_once(before if is_done else events)
@@ -152,10 +159,11 @@ class JsonEvents(Generic[T]):
         return found if len(found) == events.count(_NEXT_DATA) + 1 else None
 
     def _one_by_one(self, events: bytes) -> Iterator[T | None]:
-        for payload in ServerEvents.payloads(events):
-            yield (
-                None if payload == _DONE else decoded(self._engine, payload, self._decoder.decode)
-            )
+        for event in events.split(_EVENT_END):
+            if event.startswith(_DATA):
+                payload = event[len(_DATA) :].strip()
+                is_done = payload == _DONE
+                yield None if is_done else decoded(self._engine, payload, self._decoder.decode)
 
 
 class CompletionReader(ABC, Generic[ChunkT]):

@@ -45,7 +45,6 @@ __all__ = [
     "HttpAnswer",
     "HttpEngineClient",
     "HttpServer",
-    "ServerEvents",
     "message_of",
     "reachable_host",
 ]
@@ -83,8 +82,6 @@ _NEXT_ADDRESS_S = 0.25
 # Routing handles these two; every other answer goes to the client.
 _FOR_ROUTING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
-_DATA = b"data:"
-_EVENT_END = b"\n\n"
 
 
 class FailedAnswerError(EngineError):
@@ -410,33 +407,6 @@ class HttpEngineClient(EngineClient):
         except EngineUnavailableError:
             self._info = None
             raise
-
-
-class ServerEvents:
-    """Parses server-sent events: feed it bytes, and it yields the data of each complete event.
-
-    It expects one ``data`` field per event, as the engines send it, and skips comments.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        return self.payloads(self.complete(data))
-
-    def complete(self, data: bytes) -> bytes:
-        """The events that ``data`` completes, as they were sent, without the end of the last."""
-        received = self._rest + data if self._rest else data
-        end = received.rfind(_EVENT_END)
-        self._rest = received[end + len(_EVENT_END) :] if end >= 0 else received
-        return received[: max(0, end)]
-
-    @staticmethod
-    def payloads(events: bytes) -> Iterator[bytes]:
-        """The data of each of the ``complete`` events."""
-        for event in events.split(_EVENT_END):
-            if event.startswith(_DATA):
-                yield event[len(_DATA) :].strip()
 
 
 def message_of(body: bytes) -> str:

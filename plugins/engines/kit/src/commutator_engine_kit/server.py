@@ -16,8 +16,7 @@ import msgspec
 
 from commutator.contract.request import GenerateRequest, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics
-from commutator.engine.protocol import INSTANCE, SERVICE
-from commutator.engine.versions import PROTOCOLS, Codec, codec_of
+from commutator.engine.protocol import INSTANCE, PROTOCOLS, SERVICE, Codec, codec_of
 from commutator.errors import (
     CommutatorError,
     EngineError,

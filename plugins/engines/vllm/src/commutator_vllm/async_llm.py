@@ -24,7 +24,7 @@ from commutator.errors import EngineOverloadedError, EngineUnavailableError, Req
 from commutator_engine_kit.completions import ModelCard, ModelList
 from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, event_source
 from commutator_vllm.messages import sampling_fields
-from commutator_vllm.token_engine import AsyncEngine, Outputs
+from commutator_vllm.token_engine import Outputs
 
 __all__ = ["AsyncLlmEngine"]
 
@@ -32,10 +32,11 @@ _sampling = TypeAdapter(SamplingParams).validate_python
 """As vLLM's HTTP API reads the same fields."""
 
 
-class AsyncLlmEngine(AsyncEngine):
-    """``state`` is that of vLLM's app: its engine, its arguments and its adapters."""
+class AsyncLlmEngine:
+    """What the token API asks of AsyncLLM. Used from one event loop."""
 
     def __init__(self, state: Any, tasks: Any, host: str) -> None:
+        """``state`` is that of vLLM's app: its engine, its arguments and its adapters."""
         self._llm = state.engine_client
         self._models = state.openai_serving_models
         self._tasks = tasks
@@ -51,6 +52,7 @@ class AsyncLlmEngine(AsyncEngine):
         return cls(state, await state.engine_client.get_supported_tasks(), host)
 
     def knows(self, lora_name: str) -> bool:
+        """Whether this adapter is loaded. Raises RequestError when it cannot be loaded, either."""
         if lora_name in self._models.lora_requests:
             return True
         if not self._models.lora_resolvers:
@@ -58,11 +60,17 @@ class AsyncLlmEngine(AsyncEngine):
         return False
 
     async def load_adapter(self, lora_name: str) -> None:
+        """Load an adapter by vLLM's resolvers. Raises RequestError when they have none."""
         await self._models.resolve_lora(lora_name)
         if lora_name not in self._models.lora_requests:
             raise RequestError(_no_adapter(lora_name))
 
     def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
+        """Check a request and register where its outputs go. Returns what ``send`` takes.
+
+        Sets ``outputs.request_id``. Raises RequestError, EngineOverloadedError, and
+        EngineUnavailableError when the engine is dead.
+        """
         llm = self._llm
         self._require_life()
         try:
@@ -101,6 +109,7 @@ class AsyncLlmEngine(AsyncEngine):
         await self._llm.abort(request_id, internal=True)
 
     def load(self) -> EngineLoad:
+        """The load after the last step. Raises EngineUnavailableError when the engine is dead."""
         self._require_life()
         running, used = self._stats.running, self._stats.usage
         unfinished = self._llm.get_num_unfinished_requests()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commutator import (
     EngineInfo,
@@ -22,41 +21,44 @@ from commutator_engine_kit import Emit, TokenEngine
 from commutator_engine_kit.completions import finish_reason_named
 from commutator_vllm.messages import hands_over, likeliest
 
-__all__ = ["AsyncEngine", "OutputReader", "Outputs", "RequestOutput", "VllmTokenEngine"]
+if TYPE_CHECKING:
+    from commutator_vllm.async_llm import AsyncLlmEngine
+
+__all__ = ["Outputs", "VllmTokenEngine"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LEAST_LOGPROB = -9999.0
 """What vLLM's HTTP API says for a probability of zero."""
 
 
-class CompletionOutput(Protocol):
-    """What one step added to an answer."""
+class Outputs:
+    """Where AsyncLLM puts the outputs of one request, in place of its RequestOutputCollector."""
 
-    token_ids: Any
-    logprobs: Any
-    """For each token, a mapping of token ids to objects with ``logprob``; None: not asked for."""
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-class RequestOutput(Protocol):
-    """vLLM's RequestOutput of the kind DELTA, with one answer."""
-
-    outputs: list[Any]
-    num_cached_tokens: int | None
-    kv_transfer_params: Mapping[str, Any] | None
-
-
-class OutputReader:
-    """Turns the outputs of one request into its deltas."""
-
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, engine: VllmTokenEngine, key: int, request: GenerateRequest) -> None:
+        self.request_id = ""
+        """vLLM's own id of the request."""
+        self._engine = engine
+        self._key = key
         self._top = request.sampling.top_logprobs
         self._decodes = request.handover is not None and not hands_over(request.handover)
         self._began = False
 
-    def delta(self, output: RequestOutput) -> TokenDelta | None:
+    def put(self, output: Any) -> None:
+        """Called by AsyncLLM after each step, with its RequestOutput of the kind DELTA.
+
+        An exception instead means that the engine is dead.
+        """
+        if isinstance(output, Exception):
+            self._engine.died(output)
+        elif (delta := self._delta(output)) is not None:
+            self._engine.ready(self._key, delta)
+
+    def _delta(self, output: Any) -> TokenDelta | None:
         """None for an output that says nothing."""
-        part: CompletionOutput = output.outputs[0]
+        part = output.outputs[0]
         token_ids = tuple(part.token_ids)
         if part.finish_reason is not None:
             return self._last(output, part, token_ids)
@@ -70,10 +72,7 @@ class OutputReader:
             cached_tokens=self._cached(output),
         )
 
-    def _last(
-        self, output: RequestOutput, part: CompletionOutput, token_ids: tuple[int, ...]
-    ) -> TokenDelta:
-        assert part.finish_reason is not None
+    def _last(self, output: Any, part: Any, token_ids: tuple[int, ...]) -> TokenDelta:
         reason = finish_reason_named(part.finish_reason)
         failed = reason is FinishReason.ERROR
         return TokenDelta(
@@ -88,15 +87,11 @@ class OutputReader:
             handover_failed=failed and self._decodes,
         )
 
-    def _cached(self, output: RequestOutput) -> int | None:
-        if self._began:
-            return None
-        self._began = True
-        return output.num_cached_tokens
+    def _cached(self, output: Any) -> int | None:
+        began, self._began = self._began, True
+        return None if began else output.num_cached_tokens
 
-    def _logprobs(
-        self, part: CompletionOutput, token_ids: tuple[int, ...]
-    ) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, part: Any, token_ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         if self._top is None or part.logprobs is None:
             return ()
         return tuple(map(self._logprob, token_ids, part.logprobs))
@@ -114,75 +109,13 @@ def _bounded(logprob: float) -> float:
     return _LEAST_LOGPROB if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)
 
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class AsyncEngine(ABC):
-    """What the token API asks of AsyncLLM. Used from one event loop."""
-
-    info: EngineInfo
-    """What the server serves."""
-
-    @abstractmethod
-    def knows(self, lora_name: str) -> bool:
-        """Whether this adapter is loaded. Raises RequestError when it cannot be loaded, either."""
-
-    @abstractmethod
-    async def load_adapter(self, lora_name: str) -> None:
-        """Load an adapter by vLLM's resolvers. Raises RequestError when they have none."""
-
-    @abstractmethod
-    def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
-        """Check a request and register where its outputs go. Returns what ``send`` takes.
-
-        Sets ``outputs.request_id``. Raises RequestError, EngineOverloadedError, and
-        EngineUnavailableError when the engine is dead.
-        """
-
-    @abstractmethod
-    async def send(self, registered: Any) -> None:
-        """Send a registered request to the engine core."""
-
-    @abstractmethod
-    async def abort(self, request_id: str) -> None:
-        """Abort a registered request."""
-
-    @abstractmethod
-    def load(self) -> EngineLoad:
-        """The load after the last step. Raises EngineUnavailableError when the engine is dead."""
-
-    @abstractmethod
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached block that no request needs."""
-
-
-class Outputs:
-    """Where AsyncLLM puts the outputs of one request, in place of its RequestOutputCollector."""
-
-    def __init__(self, engine: VllmTokenEngine, key: int, request: GenerateRequest) -> None:
-        self.request_id = ""
-        """vLLM's own id of the request."""
-        self._engine = engine
-        self._key = key
-        self._reader = OutputReader(request)
-
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Called by AsyncLLM after each step; an exception means that the engine is dead."""
-        if isinstance(output, Exception):
-            self._engine.died(output)
-        elif (delta := self._reader.delta(output)) is not None:
-            self._engine.ready(self._key, delta)
-
-
 class VllmTokenEngine(TokenEngine):
     """Serves requests without a task for each: what a step of vLLM produced is emitted at once.
 
     ``on_death`` is called once when the engine core has died.
     """
 
-    def __init__(self, engine: AsyncEngine, on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: AsyncLlmEngine, on_death: Callable[[], None]) -> None:
         self._engine = engine
         self._on_death: Callable[[], None] | None = on_death
         self._emit: Emit | None = None
