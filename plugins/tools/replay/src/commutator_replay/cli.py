@@ -23,7 +23,7 @@ from commutator.config.tree import DEFAULT, find
 from commutator.config.tunable import tunable_options
 from commutator.contract.planner import PlannerTargets
 from commutator.errors import CommutatorError, ConfigError
-from commutator_replay.options import trace_options
+from commutator_replay.options import table, trace_options
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
 from commutator_replay.setup import Replays, Targets
@@ -348,9 +348,8 @@ def show_values(found: Comparison, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"tuning": asdict(found)}))
         return
-    made = _table(f"{found.requests} requests with each value; delay as a part of the targets")
-    for column in ("option", "value", "delay", "gain", "both"):
-        made.add_column(column, justify="left" if column == "option" else "right", no_wrap=True)
+    title = f"{found.requests} requests with each value; delay as a part of the targets"
+    made = table(title, "option", "value", "delay", "gain", "both")
     made.add_row("the file's values", "", f"{found.delay:.3f}", "", f"{found.attained:.1%}")
     for path, tried in groupby(found.tried, key=lambda one: one.option):
         made.add_row(Text(path), f"{found.values[path]:g}", "", "now", "")
@@ -394,10 +393,8 @@ def _clock(time_s: float) -> str:
 
 def by_planner(reports: Sequence[PlanReport]) -> Table:
     """A row for each planner."""
-    made = _table("Requests within the targets, and what the workers cost")
-    made.add_column("planner", no_wrap=True)
-    for column in ("both", "TTFT", "ITL", "TTFT p99", "worker-hours", "most", "flips"):
-        made.add_column(column, justify="right", no_wrap=True)
+    columns = ("both", "TTFT", "ITL", "TTFT p99", "worker-hours", "most", "flips")
+    made = table("Requests within the targets, and what the workers cost", "planner", *columns)
     for one in reports:
         made.add_row(
             Text(one.planner),
@@ -424,13 +421,11 @@ def plots() -> Any:
 
 def by_policy(reports: Sequence[Report], ideal: float) -> Table:
     """A row for each policy."""
-    made = _table(f"Prompt tokens found in a cache; an infinite one would find {ideal:.1%}")
-    made.add_column("policy", no_wrap=True)
+    title = f"Prompt tokens found in a cache; an infinite one would find {ideal:.1%}"
     times = ("TTFT p50  p99", "ITL p50  p99")
     disaggregated = any(one.separate_ratio is not None for one in reports)
     last = "separate" if disaggregated else "imbalance"
-    for column in ("cached", "given up", *times, last, "goodput"):
-        made.add_column(column, justify="right", no_wrap=True)
+    made = table(title, "policy", "cached", "given up", *times, last, "goodput")
     for one in reports:
         separate = "-" if one.separate_ratio is None else f"{one.separate_ratio:.0%}"
         made.add_row(
@@ -447,10 +442,9 @@ def by_policy(reports: Sequence[Report], ideal: float) -> Table:
 
 def by_rate(sweep: Mapping[float, Sequence[Report]]) -> Table:
     """A row for each rate; the best goodput of a row is marked."""
-    made = _table("Goodput and p99 ITL by requests/s")
-    made.add_column("rate", justify="right", no_wrap=True)
-    for one in next(iter(sweep.values())):
-        made.add_column(Text(one.policy), justify="right", no_wrap=True)
+    policies = [one.policy for one in next(iter(sweep.values()))]
+    made = table("Goodput and p99 ITL by requests/s", "rate", *policies)
+    made.columns[0].justify = "right"
     for rate, reports in sweep.items():
         best = max(one.good_ratio for one in reports)
         made.add_row(
@@ -462,10 +456,6 @@ def by_rate(sweep: Mapping[float, Sequence[Report]]) -> Table:
             ),
         )
     return made
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
 
 
 def replay_warnings(loaded: Loaded) -> Iterator[str]:

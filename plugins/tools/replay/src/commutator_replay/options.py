@@ -1,4 +1,4 @@
-"""Options that the commands over a trace share."""
+"""Options and tables that the commands over a trace share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.table import Table
+from rich.text import Text
 
 from commutator.cli.options import NumberRange, set_option
 
-__all__ = ["trace_options"]
+__all__ = ["table", "trace_options"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -38,3 +40,12 @@ def trace_options(command: CommandT) -> CommandT:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def table(title: str, first: str, *others: str) -> Table:
+    """A table without a box, whose ``others`` are columns of numbers."""
+    made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
+    made.add_column(Text(first), no_wrap=True)
+    for column in others:
+        made.add_column(Text(column), justify="right", no_wrap=True)
+    return made

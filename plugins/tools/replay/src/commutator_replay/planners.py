@@ -27,7 +27,7 @@ from commutator_replay.clairvoyant import Schedule, work_by_second
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
-from commutator_replay.setup import Replays, named_workers
+from commutator_replay.setup import Replays
 from commutator_replay.trace import TraceRequest
 from commutator_replay.tuning import ReplayTuning, TunedAt
 from commutator_replay.virtual import VirtualEngine
@@ -179,11 +179,10 @@ class PlannedReplays:
         planning = Planning(
             planner=FleetPlanner(config, performance, policy),
             make_engine=makers,
-            may_become=self._may_become() if self._has_roles else {},
+            may_become=self._may_become(),
             tuning=tuning,
         )
-        fleet = self.replays.fleet(roles=self._has_roles)
-        report = self._report(name, trace, planning, fleet)
+        report = self._report(name, trace, planning)
         if tuning is None:
             return report
         return evolve(report, tuning=tuning.steps, tuned=tuning.values)
@@ -230,9 +229,7 @@ class PlannedReplays:
         makers, performance = self._roles()
         (role,) = performance
         planner = FleetPlanner(config, performance, policy)
-        fleet = self.replays.fleet(roles=False)
-        if first is not None:
-            fleet = named_workers([(role, makers[role])] * first)
+        fleet = None if first is None else self.replays.fleet_of({role: first})
         return self._report(name, trace, Planning(planner=planner, make_engine=makers), fleet)
 
     def cheapest(
@@ -258,17 +255,11 @@ class PlannedReplays:
         (found,) = self._roles()[1].items()
         return found
 
-    @property
-    def _has_roles(self) -> bool:
-        return self.replays.config.disaggregation is not None
-
     def _roles(
         self,
     ) -> tuple[dict[Role, Callable[[], VirtualEngine]], dict[Role, EnginePerformance]]:
         """What makes a worker of each role, and how fast it is."""
-        makers: dict[Role, Callable[[], VirtualEngine]] = {}
-        for role, make in self.replays.makers(roles=self._has_roles):
-            makers.setdefault(role, make)
+        makers = self.replays.makers_by_role()
         if Role.BOTH in makers and Role.DECODE in makers:
             problem = "engines: a plan needs one role that decodes: both or decode, not the two"
             raise ConfigError([problem], self.replays.file)
@@ -292,6 +283,8 @@ class PlannedReplays:
 
     def _may_become(self) -> Mapping[Role, Collection[Role]]:
         """The roles that a worker could have instead: those of entries that differ in no more."""
+        if self.replays.config.disaggregation is None:
+            return {}
         options: dict[Role, Any] = {}
         for entry in self.replays.config.engines:
             found = attrs.asdict(entry, filter=lambda one, _: one.name not in _OF_A_ROLE)
@@ -356,9 +349,9 @@ class PlannedReplays:
         name: str,
         trace: Sequence[TraceRequest],
         planning: Planning,
-        fleet: Sequence[VirtualWorker],
+        fleet: Sequence[VirtualWorker] | None = None,
     ) -> PlanReport:
-        outcome = self.replays.planned(trace, planning, fleet)
+        outcome = self.replays.outcome(trace, planning=planning, fleet=fleet)
         return _plan_report(name, outcome, self.config)
 
 

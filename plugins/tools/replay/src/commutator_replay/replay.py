@@ -14,7 +14,6 @@ from commutator import RequestSummary, RouterConfig, RoutingPolicy
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import Role
 from commutator.routing.load import InFlightLoad, Ticket
-from commutator.routing.model import tuned_policies
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import ModelRouter, Route
@@ -127,9 +126,8 @@ class _Replay:
         self._tuning = None if planning is None else planning.tuning
         if self._tuning is not None:
             side = self._prefill
-            others = () if side is None else (side.arms, side.pool)
-            config, host = self._tuning.file_config, self._tuning.host
-            self._tuning.begin(tuned_policies(config, host, self._pool, *others))
+            arms, pool = (None, None) if side is None else (side.arms, side.pool)
+            self._tuning.begin(self._pool, arms, pool)
         self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
 
     def arrive(self, key: int, traced: TraceRequest, now_ns: int) -> None:

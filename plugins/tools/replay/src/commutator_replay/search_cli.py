@@ -23,7 +23,7 @@ from commutator.config.tree import DEFAULT, Node, find
 from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
-from commutator_replay.options import trace_options
+from commutator_replay.options import table, trace_options
 from commutator_replay.search import Layout, Look, Result, Search
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import Part, load_trace
@@ -279,10 +279,8 @@ def _looks(looks: Sequence[Look], targets: PlannerTargets) -> Table:
         f"Requests/s at which {targets.attainment:.0%} are within {targets.ttft_s:g} s and "
         f"{targets.itl_s * 1000:g} ms"
     )
-    made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    made.add_column("placement")
-    for column in ("formula", "1/8", "1/4", "all"):
-        made.add_column(column, justify="right", no_wrap=True)
+    made = table(title, "placement", "formula", "1/8", "1/4", "all")
+    made.columns[0].no_wrap = False  # with options a placement may be long
     made.add_column("")
     for one in looks:
         rates = [f"{one.goodput[s]:.2f}" if s in one.goodput else "-" for s in (8, 4, 1)]

@@ -29,7 +29,6 @@ __all__ = [
     "AGGREGATED",
     "Replays",
     "Targets",
-    "named_workers",
 ]
 
 MakeT = TypeVar("MakeT")
@@ -79,54 +78,36 @@ class Replays:
 
     def by_router(self, name: str, trace: Sequence[TraceRequest]) -> Report:
         """Run under this routing policy, and the file's own `disaggregation`."""
-        return self._run(name, trace, name, self._own_disagg)
+        return self._report(name, self.outcome(trace, router=name))
 
     def by_disaggregation(self, name: str, trace: Sequence[TraceRequest]) -> Report:
         """Run under this disaggregation policy, and the file's own `router`."""
-        disagg = None if name == AGGREGATED else name
-        return self._run(name, trace, self.config.router.kind, disagg)
+        return self._report(name, self.outcome(trace, disagg=name))
 
-    def _run(
-        self, name: str, trace: Sequence[TraceRequest], router: str, disagg: str | None
-    ) -> Report:
-        outcome = self._outcome(trace, router, disagg)
+    def _report(self, name: str, outcome: Outcome) -> Report:
         return report(name, outcome, self.targets.ttft_s, self.targets.itl_s)
 
-    def planned(
-        self, trace: Sequence[TraceRequest], planning: Planning, fleet: Sequence[VirtualWorker]
-    ) -> Outcome:
-        """Run with a planner, which begins with ``fleet``, and the file's own policies."""
-        return self._outcome(trace, self.config.router.kind, self._own_disagg, planning, fleet)
-
-    @property
-    def _own_disagg(self) -> str | None:
-        """The kind of the file's disaggregation policy."""
-        return None if self.config.disaggregation is None else self.config.disaggregation.kind
-
     def outcome(
-        self, trace: Sequence[TraceRequest], replicas: Mapping[Role, int] | None = None
-    ) -> Outcome:
-        """Run under the file's own policies, with its workers or as many of each role."""
-        fleet = None if replicas is None else self._fleet_of(replicas)
-        return self._outcome(trace, self.config.router.kind, self._own_disagg, fleet=fleet)
-
-    def _fleet_of(self, replicas: Mapping[Role, int]) -> list[VirtualWorker]:
-        makers: dict[Role, Callable[[], VirtualEngine]] = {}
-        for role, make in self.makers(roles=self.config.disaggregation is not None):
-            makers.setdefault(role, make)
-        wanted = [(role, makers[role]) for role, number in replicas.items() for _ in range(number)]
-        return named_workers(wanted)
-
-    def _outcome(
         self,
         trace: Sequence[TraceRequest],
-        router: str,
-        disagg: str | None,
+        *,
+        router: str | None = None,
+        disagg: str | None = None,
         planning: Planning | None = None,
         fleet: Sequence[VirtualWorker] | None = None,
     ) -> Outcome:
-        policy = self._router(self.config.router, router)
-        disaggregation = None if disagg is None else self._disagg(disagg)
+        """Run with the file's own policies and workers, as far as no others are given.
+
+        ``planning``: a planner, which begins with the workers. Raises ConfigError where the file
+        and the trace do not fit.
+        """
+        config = self.config
+        router = config.router.kind if router is None else router
+        if disagg is None:
+            own = config.disaggregation
+            disagg = AGGREGATED if own is None else own.kind
+        policy = self._router(config.router, router)
+        disaggregation = None if disagg == AGGREGATED else self._disagg(disagg)
         try:
             if fleet is None:
                 fleet = self.fleet(roles=disaggregation is not None)
@@ -136,7 +117,7 @@ class Replays:
                 fleet,
                 policy,
                 disaggregation,
-                busy=self.config.router.busy,
+                busy=config.router.busy,
                 planning=planning,
                 seed=self.seed,
             )
@@ -159,7 +140,21 @@ class Replays:
 
     def fleet(self, *, roles: bool) -> list[VirtualWorker]:
         """The file's workers; without ``roles``, all are of the role both."""
-        return named_workers(self.makers(roles=roles))
+        return _named(self.makers(roles=roles))
+
+    def fleet_of(self, replicas: Mapping[Role, int]) -> list[VirtualWorker]:
+        """As many of the file's workers of each role."""
+        makers = self.makers_by_role()
+        return _named(
+            [(role, makers[role]) for role, number in replicas.items() for _ in range(number)]
+        )
+
+    def makers_by_role(self) -> dict[Role, Callable[[], VirtualEngine]]:
+        """What makes a worker of each role that the file has."""
+        makers: dict[Role, Callable[[], VirtualEngine]] = {}
+        for role, make in self.makers(roles=self.config.disaggregation is not None):
+            makers.setdefault(role, make)
+        return makers
 
     def makers(self, *, roles: bool) -> list[tuple[Role, Callable[[], VirtualEngine]]]:
         """The role of each of the file's workers, and what makes one."""
@@ -230,10 +225,9 @@ class Replays:
         return _known(kinds, name, config.kind, "disaggregation", option)
 
 
-def named_workers(
+def _named(
     makers: Sequence[tuple[Role, Callable[[], VirtualEngine]]],
 ) -> list[VirtualWorker]:
-    """A worker of each role, with an engine of its own."""
     digits = max(3, len(str(len(makers) - 1)))  # so that workers are in the order of their ids
     return [
         VirtualWorker.make(f"worker-{number:0{digits}}", make(), role)

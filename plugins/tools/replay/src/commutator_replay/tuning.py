@@ -9,14 +9,14 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from commutator import RequestSummary
+from commutator import DisaggPolicy, RequestSummary
 from commutator.config.model import Config
 from commutator.config.tunable import tunable_options, with_values
 from commutator.contract.planner import PlannedWorker, PlannerTargets, WorkerPhase
 from commutator.contract.tuning import ArmCounts, counted, trial_outcome
 from commutator.contract.worker import Role
-from commutator.plugins import PluginHost
-from commutator.routing.model import TunedPolicy, tune
+from commutator.routing.model import TunedPolicy, tune, tuned_policies
+from commutator.routing.router import Arms, ModelRouter
 from commutator_replay.replay import Outcome
 from commutator_replay.setup import Replays
 from commutator_replay.trace import TraceRequest
@@ -85,7 +85,8 @@ def compare_values(
 
     def run(config: Config) -> ArmCounts:
         one = evolve(replays, loaded=evolve(replays.loaded, config=config))
-        return _counts(one.outcome(trace, fleet), targets)
+        workers = None if fleet is None else one.fleet_of(fleet)
+        return _counts(one.outcome(trace, fleet=workers), targets)
 
     options = tunable_options(replays.config)
     base = run(replays.config)
@@ -165,23 +166,16 @@ class ReplayTuning:
         self._tuner = Tuner(self.config, tunable_options(self.replays.config))
 
     @property
-    def file_config(self) -> Config:
-        """The configuration whose options are tuned."""
-        return self.replays.config
-
-    @property
-    def host(self) -> PluginHost:
-        """The plugins that make policies."""
-        return self.replays.loaded.host
-
-    @property
     def values(self) -> Mapping[str, float]:
         """The present value of each tunable option."""
         return self._tuner.values(self._state)
 
-    def begin(self, policies: Sequence[TunedPolicy[Any]]) -> None:
-        """``policies`` are those of the replay."""
-        self._policies = policies
+    def begin(
+        self, router: ModelRouter, disagg: Arms[DisaggPolicy] | None, prefill: ModelRouter | None
+    ) -> None:
+        """Called once, with what has the policies of the replay."""
+        config, host = self.replays.config, self.replays.loaded.host
+        self._policies = tuned_policies(config, host, router, disagg, prefill)
 
     def arrived(self, request: RequestSummary) -> None:
         trial = self._state.trial
@@ -211,7 +205,7 @@ class ReplayTuning:
             self._finding = self._search(now_s, workers)
         self._tell(now_s, step)
         if (self._state.trial, self._state.values) != before:
-            tune(self._policies, self.file_config, self._state.values, self._state.trial)
+            tune(self._policies, self.replays.config, self._state.values, self._state.trial)
 
     def _tell(self, now_s: float, step: TuningStep) -> None:
         if step.kind is not None:

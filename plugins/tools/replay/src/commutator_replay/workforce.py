@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
-from commutator import RequestSummary
-from commutator.config.model import Config
+from commutator import DisaggPolicy, RequestSummary
 from commutator.contract.planner import (
     Arrivals,
     Observation,
@@ -19,9 +18,8 @@ from commutator.contract.planner import (
 )
 from commutator.contract.worker import Role
 from commutator.planning import ActionKind, FleetPlanner, Plan, PlanAction
-from commutator.plugins import PluginHost
 from commutator.routing.load import InFlightLoad
-from commutator.routing.model import TunedPolicy
+from commutator.routing.router import Arms, ModelRouter
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
 from commutator_slo.learned import StepMeter
@@ -39,16 +37,10 @@ __all__ = [
 class PolicyTuning(Protocol):
     """Tunes the options of the policies of a replay."""
 
-    @property
-    def file_config(self) -> Config:
-        """The configuration that the policies are made of."""
-
-    @property
-    def host(self) -> PluginHost:
-        """The plugins that make them."""
-
-    def begin(self, policies: Sequence[TunedPolicy[Any]]) -> None:
-        """Called once, with the policies of the replay."""
+    def begin(
+        self, router: ModelRouter, disagg: Arms[DisaggPolicy] | None, prefill: ModelRouter | None
+    ) -> None:
+        """Called once, with what has the policies of the replay."""
 
     def arrived(self, request: RequestSummary) -> None:
         """A request came."""
