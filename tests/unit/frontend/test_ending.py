@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.support.front_door import MODEL, FakeDispatcher, FrontDoor, answer, front_door
 
-from commutator_http import middleware as ending
+from commutator_http import call as ending
 
 BODY = {
     "model": MODEL,

@@ -50,9 +50,41 @@ class Call(ABC):
     number of ``write`` and ``end``.
     """
 
+    principal: Principal = ANONYMOUS
+    """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
+    counts = False
+    """Whether the request counts against limits of its principal."""
+    ticket: Ticket | None = None
+    """Once it is charged."""
+    reason: str | None = None
+    """Why it was refused or failed."""
+    param: str | None = None
+    """What of the request was wrong."""
+    body = b""
+    """What the client sent, once it was read."""
+    model = ""
+    """Set once a served model is found."""
+    user: str | None = None
+    served = False
+    """Whether it came to a worker; else it is not charged."""
+    generating = False
+    """A worker may still be generating the answer."""
+    prompt_tokens = 0
+    cached_tokens = 0
+    generated_tokens = 0
+    ttft_s: float | None = None
+    workers: tuple[str, ...] = ()
+
     def __init__(
-        self, services: FrontendServices, request_id: str, endpoint: str, method: str, path: str
+        self,
+        services: FrontendServices,
+        request_id: str,
+        endpoint: str,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
     ) -> None:
+        self.arrived_s = time.perf_counter()
         self.services = services
         self.request_id = request_id
         self.endpoint = endpoint
@@ -60,40 +92,12 @@ class Call(ABC):
         self.method = method
         self.path = path
         """As the client wrote it."""
-        self.arrived_s = time.perf_counter()
-        self.principal: Principal = ANONYMOUS
-        """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
-        self.counts = False
-        """Whether the request counts against limits of its principal."""
-        self.ticket: Ticket | None = None
-        """Once it is charged."""
-        self.reason: str | None = None
-        """Why it was refused or failed."""
-        self.param: str | None = None
-        """What of the request was wrong."""
-        self.body = b""
-        """What the client sent, once it was read."""
-        self.model = ""
-        """Set once a served model is found."""
-        self.user: str | None = None
-        self.served = False
-        """Whether it came to a worker; else it is not charged."""
-        self.generating = False
-        """A worker may still be generating the answer."""
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.ttft_s: float | None = None
-        self.workers: tuple[str, ...] = ()
+        self.headers = headers
+        """The client's headers or metadata; names in any case."""
         self.answer_headers: dict[str, str] = {}
         """To be added to the answer."""
 
     # -------------------------------------------------------- what the door gives
-
-    @property
-    @abstractmethod
-    def headers(self) -> Mapping[str, str]:
-        """The client's headers or metadata; names in any case."""
 
     @property
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -15,7 +15,7 @@ from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import (
     ABSENT,
-    RATE_LIMIT_HEADERS,
+    OPERATIONS_PATHS,
     FrontendServices,
     Gate,
     admin_routes,
@@ -23,12 +23,10 @@ from commutator.frontend import (
     operations_routes,
 )
 from commutator_http.api_keys import StaticKeys
-from commutator_http.body import BodyLimits
+from commutator_http.call import CALL, DOOR, BodyLimits, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
+from commutator_http.cors import Cors
 from commutator_http.middleware import (
-    CALL,
-    DOOR,
-    DoorParts,
     add_headers,
     administrator,
     authenticate,
@@ -39,7 +37,7 @@ from commutator_http.middleware import (
     own_user,
 )
 
-__all__ = ["Cors", "build_app", "build_local_app"]
+__all__ = ["build_app", "build_local_app"]
 
 
 def build_app(
@@ -56,22 +54,22 @@ def build_app(
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
     gate = _gate(config, services)
-    middlewares: list[Middleware] = [exchange]
-    app = web.Application(client_max_size=config.max_body_bytes)
-    app.on_response_prepare.append(add_headers)
-    if config.cors_origins:
-        cors = Cors(config.cors_origins)
-        middlewares.append(cors.preflight)
-        app.on_response_prepare.append(cors.add_headers)
     guarded = config.operations != "open"
+    middlewares: list[Middleware] = []
+    cors = Cors(config.cors_origins) if config.cors_origins else None
+    if cors is not None:
+        middlewares.append(cors.preflight)
     if not gate.is_open:
         middlewares.append(authenticate if guarded else authenticate_administrator)
-    app.middlewares.extend(middlewares)
     parts = DoorParts(
-        services, gate, _limits(config), services.config.forward_headers, _first(protocols)
+        services,
+        gate,
+        _limits(config),
+        _first(protocols),
+        identifies=guarded and not gate.is_open,
+        cors=cors,
     )
-    app[DOOR] = parts
-    app.add_routes(_protocol_routes(parts, protocols))
+    app = _app(parts, protocols, middlewares)
     shown = config.operations != "off"
     app.add_routes(health_routes(services, local_socket, probes_only=not shown))
     if shown:
@@ -88,21 +86,25 @@ def build_local_app(
     local_socket: str,
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
-    app = web.Application(middlewares=[exchange])
-    app.on_response_prepare.append(add_headers)
-    parts = DoorParts(
-        services,
-        services.gate,
-        _limits(config),
-        services.config.forward_headers,
-        _first(protocols),
-    )
-    app[DOOR] = parts
-    app.add_routes(_protocol_routes(parts, protocols))
+    parts = DoorParts(services, services.gate, _limits(config), _first(protocols))
+    app = _app(parts, protocols)
     app.add_routes(health_routes(services, local_socket))
     app.add_routes(admin_routes(services, own_user))
     door = OperationsDoor(serves_clients=bool(protocols), needs_key=False)
     _add_operations(app, services, door, {"act": own_user, "watch": own_user})
+    return app
+
+
+def _app(
+    parts: DoorParts, protocols: Sequence[MountedProtocol], middlewares: Sequence[Middleware] = ()
+) -> web.Application:
+    """An application that serves the protocols. Raises ConfigError."""
+    app = web.Application(
+        middlewares=[exchange, *middlewares], client_max_size=parts.limits.max_bytes
+    )
+    app.on_response_prepare.append(add_headers)
+    app[DOOR] = parts
+    app.add_routes(_protocol_routes(parts, protocols))
     return app
 
 
@@ -184,7 +186,11 @@ def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> 
     made = []
     for (method, path), group in groupby(claims, key=itemgetter(0)):
         routes = [(route, protocol) for _, _, route, protocol in group]
-        handler = _shared(method, path, routes, parts)
+        found = _shared(method, path, routes)
+        if "{" not in path and path not in parts.files | OPERATIONS_PATHS:
+            parts.routes[method, path] = found
+        handler = _handler(found)
+        parts.protocols[handler] = found.protocol
         options = {"expect_handler": _expect} if method == "POST" else {}
         made.append(web.route(method, path, handler, **options))
     # A path with a pattern must not hide another one that stands for itself.
@@ -192,12 +198,9 @@ def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> 
 
 
 def _shared(
-    method: str,
-    path: str,
-    routes: Sequence[tuple[Route, MountedProtocol]],
-    parts: DoorParts,
-) -> Handler:
-    """The handler of a path that one protocol has, or several that tell their callers apart."""
+    method: str, path: str, routes: Sequence[tuple[Route, MountedProtocol]]
+) -> MountedRoute:
+    """A path that one protocol has, or several that tell their callers apart."""
     others = [(route, protocol) for route, protocol in routes if route.is_mine is None]
     if len(others) > 1:
         names = " and ".join(sorted({type(protocol).__module__ for _, protocol in others}))
@@ -205,32 +208,26 @@ def _shared(
         problem += "callers apart; give each a door of its own"
         raise ConfigError([problem], "frontend")
     if len(routes) == 1 and others:
-        handler = _handler(routes[0][0].handle)
-        parts.protocols[handler] = routes[0][1]
-        return handler
+        route, protocol = routes[0]
+        return MountedRoute(path, route.handle, protocol)
     told = [(route, protocol) for route, protocol in routes if route.is_mine is not None]
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        call, headers = request[CALL], request.headers
-        mine = (one for one in told if one[0].is_mine is not None and one[0].is_mine(headers))
+    async def answer(call: HttpCall) -> None:
+        mine = (one for one in told if one[0].is_mine is not None and one[0].is_mine(call.headers))
         found = next(mine, others[0] if others else None)
         if found is None:
             raise web.HTTPNotFound
         route, call.protocol = found
         await route.handle(call)
-        assert call.response is not None, f"{path} was not answered"
-        return call.response
 
-    parts.protocols[handle] = (others or routes)[0][1]
-    return handle
+    return MountedRoute(path, answer, (others or routes)[0][1])
 
 
-def _handler(answer: Callable[[object], Awaitable[None]]) -> Handler:
+def _handler(route: MountedRoute) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         call = request[CALL]
-        await answer(call)
-        assert call.response is not None, f"{call.path} was not answered"
-        return call.response
+        await route.answer(call)
+        return call.answered
 
     return handle
 
@@ -247,54 +244,3 @@ async def _expect(request: web.Request) -> web.Response | None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # the response itself has not begun
     return None
-
-
-_SHOWN = (
-    "X-Request-Id",
-    "X-Commutator-Worker",
-    "X-Commutator-Decision",
-    "X-Commutator-Ignored",
-    "Retry-After",
-)
-_EXPOSED = ", ".join(_SHOWN + RATE_LIMIT_HEADERS)
-_METHODS = "GET, POST, OPTIONS"
-_PREFLIGHT_AGE_S = 600
-
-
-class Cors:
-    """``origins`` are complete, such as https://chat.example; ``*`` allows every one."""
-
-    def __init__(self, origins: Collection[str]) -> None:
-        self._origins = frozenset(origins)
-
-    @web.middleware
-    async def preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer the preflight request of a browser; it carries no key."""
-        asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
-        if not (asked and self._allowed(request)):
-            return await handler(request)
-        return web.Response(
-            status=204,
-            headers={
-                "Access-Control-Allow-Methods": _METHODS,
-                "Access-Control-Allow-Headers": request.headers.get(
-                    "Access-Control-Request-Headers", "*"
-                ),
-                "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
-            },
-        )
-
-    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let the browser show this response to the page."""
-        response.headers["Vary"] = "Origin"
-        if origin := self._allowed(request):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
-
-    def _allowed(self, request: web.Request) -> str | None:
-        origin = request.headers.get("Origin")
-        if origin is None:
-            return None
-        if "*" in self._origins:
-            return "*"
-        return origin if origin in self._origins else None

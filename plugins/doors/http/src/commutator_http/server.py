@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from commutator.contract.protocol import MountedProtocol
 from commutator.errors import ConfigError
 from commutator.frontend import PROBE_PATHS, FrontendServices
 from commutator_http.app import build_app, build_local_app
-from commutator_http.body import ClientConnection
+from commutator_http.call import DOOR, ClientConnection, is_generating
 from commutator_http.config import HttpConfig, tls_context
 from commutator_http.connections import (
     Connection,
@@ -31,7 +32,7 @@ from commutator_http.connections import (
     Listener,
     most_connections,
 )
-from commutator_http.middleware import DOOR, failure_response, is_generating
+from commutator_http.middleware import failure_response, find_answer
 
 __all__ = [
     "Runner",
@@ -192,7 +193,7 @@ class Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return _Server(
-            server.request_handler,
+            partial(find_answer, self.app[DOOR], server.request_handler),
             request_factory=server.request_factory,
             table=self._table,
             deadlines=self._deadlines,
