@@ -12,6 +12,7 @@ the next free worker.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -70,7 +71,8 @@ class ConcurrencyLimiter:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.running = 0
         self._max_running = max_running
-        self._queue = RequestQueue(max_waiting, _PlaceShares())
+        self._shares = _PlaceShares()
+        self._queue = RequestQueue(max_waiting, self._shares)
         self._turns: dict[Place, asyncio.Future[None]] = {}
 
     @property
@@ -94,19 +96,19 @@ class ConcurrencyLimiter:
 
         Raises OverloadedError when the queue is full, or becomes so by requests of others.
         """
-        return HeldPlace(self, self._queue.place(0, caller.principal, caller.weight))
+        return HeldPlace(self, caller)
 
-    async def enter(self, place: Place) -> None:
-        """Take ``place``, or wait for it. Raises as ``of`` does."""
+    async def enter(self, caller: Caller) -> None:
+        """Take a place, or wait for one. Raises as ``of`` does."""
         if self.running < self._max_running:
-            self._begin(place)
+            self._begin(caller.principal, caller.weight)
         else:
-            await self._wait(place)
+            await self._wait(self._queue.place(0, caller.principal, caller.weight))
 
-    def leave(self, place: Place) -> None:
-        """Give ``place`` to the next request."""
+    def leave(self, principal: str | None, weight: float) -> None:
+        """Give a place of ``principal`` to the next request."""
         self.running -= 1
-        self._queue.charge(place, -1, 0)
+        self._count(principal, weight, -1)
         self._admit_next()
 
     def stepped(self, change: int) -> None:
@@ -130,12 +132,19 @@ class ConcurrencyLimiter:
             if self._turns.pop(place, None) is not None:
                 self._queue.leave(place)
             elif turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.leave(place)  # its turn had come already
+                self.leave(place.flow, place.weight)  # its turn had come already
             raise
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, principal: str | None, weight: float) -> None:
         self.running += 1
-        self._queue.charge(place, 1, 0)
+        self._count(principal, weight, 1)
+
+    def _count(self, principal: str | None, weight: float, change: int) -> None:
+        """``principal`` holds so many places more; who waits may have another rank by that."""
+        if self._turns:
+            self._queue.charge(self._queue.place(0, principal, weight), change, 0)
+        else:
+            self._shares.charge(principal, weight, change, 0)
 
     def _admit_next(self) -> None:
         if not self._turns or self.running >= self._max_running:
@@ -143,12 +152,12 @@ class ConcurrencyLimiter:
         place = self._queue.first()
         assert place is not None  # each turn belongs to one that waits
         self._queue.leave(place)
-        self._begin(place)
+        self._begin(place.flow, place.weight)
         turn = self._turns.pop(place)
         if not turn.done():
             turn.set_result(None)
         else:  # it was cancelled, and has not resumed yet
-            self.leave(place)
+            self.leave(place.flow, place.weight)
 
     def _refusal(self, problem: str) -> OverloadedError:
         return OverloadedError(
@@ -161,10 +170,10 @@ class HeldPlace:
     """A place of a ``ConcurrencyLimiter``, held inside ``async with``. One is made per request."""
 
     _limiter: ConcurrencyLimiter
-    _place: Place
+    _caller: Caller
 
     async def __aenter__(self) -> None:
-        await self._limiter.enter(self._place)
+        await self._limiter.enter(self._caller)
 
     async def __aexit__(
         self,
@@ -172,7 +181,7 @@ class HeldPlace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._limiter.leave(self._place)
+        self._limiter.leave(self._caller.principal, self._caller.weight)
 
 
 class ByteBudget:
@@ -284,6 +293,8 @@ class HeldLogprobs:
 _LAST_WORDS_S = 1.0
 _POLL_S = 0.02
 _REPORT_EVERY_S = 5.0
+_CLOCK_S = 0.001
+"""By which a loop may be early, as its timers count milliseconds."""
 
 
 class TimeLimit:
@@ -291,23 +302,27 @@ class TimeLimit:
 
     def __init__(self, timeout_s: float, limits: TimeLimits) -> None:
         self._limits = limits
-        self._timer = asyncio.timeout(timeout_s)
-        self._why = f"the request took longer than its {timeout_s:g} s"
-
-    @property
-    def deadline_s(self) -> float | None:
-        """By the event loop's clock; known inside."""
-        return self._timer.when()
+        self._timeout_s = timeout_s
+        # One timer serves all limits: making and cancelling one takes longer than all else here.
+        self._timer = asyncio.Timeout(None)
+        self._shuts_down = False
+        self.deadline_s = math.inf
+        """By the event loop's clock; known inside. Infinite again once it has passed."""
 
     def cut(self, last_s: float) -> None:
         """End no later than ``last_s``, by the event loop's clock, as the front door shuts down."""
-        when_s = self._timer.when()
-        if when_s is not None and last_s < when_s and not self._timer.expired():
-            self._timer.reschedule(last_s)
-            self._why = "this front door is shutting down and could not wait any longer; try again"
+        if last_s < self.deadline_s < math.inf:
+            self.deadline_s = last_s
+            self._shuts_down = True
+
+    def end(self) -> None:
+        """The deadline has passed."""
+        self.deadline_s = math.inf
+        self._timer.reschedule(0.0)
 
     async def __aenter__(self) -> None:
         await self._timer.__aenter__()
+        self.deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         self._limits.begun(self)
 
     async def __aexit__(
@@ -320,7 +335,10 @@ class TimeLimit:
         try:
             await self._timer.__aexit__(kind, error, trace)
         except TimeoutError as late:
-            raise DeadlineError(self._why) from late
+            why = f"the request took longer than its {self._timeout_s:g} s"
+            if self._shuts_down:
+                why = "this front door is shutting down and could not wait any longer; try again"
+            raise DeadlineError(why) from late
 
 
 class TimeLimits:
@@ -329,6 +347,8 @@ class TimeLimits:
     def __init__(self) -> None:
         self._running: set[TimeLimit] = set()
         self._last_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """For the earliest deadline, or one before."""
 
     def of(self, timeout_s: float) -> TimeLimit:
         """The limit of one request, which counts as running while it is inside."""
@@ -347,6 +367,7 @@ class TimeLimits:
         last_s = self._last_s = report_s + timeout_s
         for limit in self._running:
             limit.cut(last_s)
+        self._end_late()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(last_s + _LAST_WORDS_S):
                 while self._running:
@@ -360,6 +381,25 @@ class TimeLimits:
         self._running.add(limit)
         if self._last_s is not None:
             limit.cut(self._last_s)
+        if self._timer is None or limit.deadline_s < self._timer.when():
+            self._wake_at(limit.deadline_s)
 
     def ended(self, limit: TimeLimit) -> None:
         self._running.discard(limit)
+
+    def _wake_at(self, when_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._end_late)
+
+    def _end_late(self) -> None:
+        """End what is past its deadline, and wait for the next one."""
+        now_s = asyncio.get_running_loop().time() + _CLOCK_S
+        for limit in [one for one in self._running if one.deadline_s <= now_s]:
+            limit.end()
+        next_s = min((one.deadline_s for one in self._running), default=math.inf)
+        if next_s < math.inf:
+            self._wake_at(next_s)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -254,9 +254,6 @@ class _Answer:
             await self._dispatched.stop()  # after a stop string the engine may still be at work
         return events
 
-    async def aclose(self) -> None:
-        """Nothing to do: the request belongs to the generation."""
-
 
 class Generation:
     """Runs a plan inside ``async with``, which aborts every engine request that still runs.
@@ -280,19 +277,20 @@ class Generation:
         self._plan = plan
         self._metrics = metrics
         self._held = HeldLogprobs(logprobs)
-        self._wants_logprobs = plan.requests[0].sampling.top_logprobs is not None
+        self.wants_logprobs = plan.requests[0].sampling.top_logprobs is not None
         self.choices = [
             Choice(
                 plan.text,
                 plan.rules,
                 number=number,
-                wants_logprobs=self._wants_logprobs,
+                wants_logprobs=self.wants_logprobs,
                 parser=None if plan.parser is None else plan.parser(),
             )
             for number in range(len(plan.requests))
         ]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatch] = []
+        self._merging: AsyncGenerator[Events, None] | None = None
 
     @property
     def explanations(self) -> list[dict[str, Any]]:
@@ -338,17 +336,20 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._held.give_back(self._held.count)
+        if self._merging is not None:
+            await self._merging.aclose()
         await self._close()
 
-    def batches(self) -> _Answer | AsyncGenerator[Events, None]:
-        """New events until every answer is finished. Close the iterator if you leave early.
+    def batches(self) -> AsyncIterator[Events]:
+        """New events until every answer is finished. Called once.
 
         Log probabilities are kept for a slow reader within their budget, beyond which the answers
         end with OverloadedError. Other events are not made before it is ready for them.
         """
-        if len(self._dispatched) == 1 and not self._wants_logprobs:
+        if len(self._dispatched) == 1 and not self.wants_logprobs:
             return self._answer(0)
-        return self._merged()
+        self._merging = self._merged()
+        return self._merging
 
     def keep(self, batch: Batch) -> None:
         """The reader keeps these log probabilities to the end. Raises OverloadedError."""
@@ -375,7 +376,7 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[Events, None]:
         # Streams merge the tokens that wait in them, which take little.
-        most = 0 if self._wants_logprobs else _MERGED_PIECES
+        most = 0 if self.wants_logprobs else _MERGED_PIECES
         ready: asyncio.Queue[Events | BaseException] = asyncio.Queue(most)
         pumps = [
             asyncio.create_task(self._pump(number, ready)) for number in range(len(self.choices))
@@ -393,7 +394,7 @@ class Generation:
                     batch += item
                     running -= bool(item) and type(item[-1][1]) is Finish
                 yield batch
-                if self._wants_logprobs:
+                if self.wants_logprobs:
                     self._held.give_back(_logprobs_in(batch))
         finally:
             for pump in pumps:
@@ -403,7 +404,7 @@ class Generation:
     async def _pump(self, number: int, ready: asyncio.Queue[Events | BaseException]) -> None:
         try:
             async for batch in self._answer(number):
-                if self._wants_logprobs:
+                if self.wants_logprobs:
                     self._hold(batch, ready)
                 await ready.put(batch)
         except Exception as error:  # noqa: BLE001 - raised by the reader of the queue

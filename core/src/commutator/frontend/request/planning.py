@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from attrs import define, evolve
@@ -54,9 +55,10 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     conversation, limit = asked.conversation, target.max_model_len
     prompt = await conversation_prompt(target.prompts, conversation, salt, limit)
     plan = _plan(asked, target, salt, [prompt])
-    kept = await _marked_prefixes(target, conversation, salt, prompt)
-    if not kept:
+    marked = _marked(conversation)
+    if not marked:
         return plan
+    kept = await _marked_prefixes(target, conversation, marked, salt, prompt)
     requests = (evolve(each, retention=each.retention + kept) for each in plan.requests)
     return evolve(plan, requests=tuple(requests))
 
@@ -166,9 +168,10 @@ async def conversation_prompt(
             "continue_final_message: needs add_generation_prompt to be false",
             "continue_final_message",
         )
-    for name in ("tools", "tool_choice", "reasoning"):
-        if getattr(conversation, name):
-            raise RequestError(f"{name}: not served by these engines", name, NOT_SERVED)
+    if conversation.tools or conversation.tool_choice or conversation.reasoning:
+        given = (one for one in ("tools", "tool_choice", "reasoning") if getattr(conversation, one))
+        name = next(given)
+        raise RequestError(f"{name}: not served by these engines", name, NOT_SERVED)
     if conversation.variables:
         _check_variables(conversation.variables)
     return await prompts.chat(
@@ -191,17 +194,26 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
         )
 
 
+_Marked = list[tuple[int, list[KvRetention]]]
+"""(number of messages up to one that is marked, its marks)"""
+
+
+def _marked(conversation: Conversation) -> _Marked:
+    messages = enumerate(conversation.messages, 1)
+    return [(number, marks) for number, one in messages if (marks := _marks(one))]
+
+
 async def _marked_prefixes(
-    target: Target, conversation: Conversation, salt: str | None, prompt: PromptTokens
+    target: Target,
+    conversation: Conversation,
+    marked: _Marked,
+    salt: str | None,
+    prompt: PromptTokens,
 ) -> tuple[KvRetention, ...]:
     """The retentions of messages, each for the prompt tokens up to the end of its message.
 
     That is as far as the prompt agrees with one that ends there: templates may look ahead.
     """
-    messages = conversation.messages
-    marked = [(number, marks) for number, one in enumerate(messages, 1) if (marks := _marks(one))]
-    if not marked:
-        return ()
     count = sum(len(marks) for _, marks in marked)
     if count > _MAX_MARKS:  # each message with marks is rendered and tokenized once more
         raise RequestError(
@@ -212,7 +224,7 @@ async def _marked_prefixes(
     for number, marks in marked:
         until = evolve(
             conversation,
-            messages=messages[:number],
+            messages=conversation.messages[:number],
             add_generation_prompt=False,
             continue_final_message=False,
         )
@@ -235,18 +247,21 @@ def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _marks(message: Message) -> list[KvRetention]:
-    given = [message.retention]
+    given = [] if message.retention is None else [message.retention]
     if not isinstance(message.content, str):
-        given += [part.retention for part in message.content if isinstance(part, Text)]
-    return [mark for mark in given if mark is not None]
+        parts = (part for part in message.content if isinstance(part, Text))
+        given += [part.retention for part in parts if part.retention is not None]
+    return given
 
 
 def _as_mapping(message: Message) -> dict[str, Any]:
     content = message.content
     if not isinstance(content, str):
         content = "\n".join(map(_text_of, content))
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content, **name}
+    shown = {"role": message.role, "content": content}
+    if message.name is not None:
+        shown["name"] = message.name
+    return shown
 
 
 def _text_of(part: Part) -> str:
@@ -291,7 +306,9 @@ def _choice_rules(asked: Generate, model: TextModel) -> ChoiceRules:
             )
     return ChoiceRules(
         stop=tuple(asked.stop),
-        end_ids=model.eos_ids | frozenset(asked.stop_token_ids),
+        end_ids=model.eos_ids.union(asked.stop_token_ids)
+        if asked.stop_token_ids
+        else model.eos_ids,
         include_stop=asked.include_stop,
         skip_special_tokens=asked.skip_special_tokens,
         min_tokens=asked.min_tokens,
@@ -309,28 +326,30 @@ def _sampling_params(
             "min_tokens",
         )
     # The model's files may name more ends than the engine knows.
-    ends = () if asked.ignore_eos else model.eos_ids
+    ends = frozenset(asked.stop_token_ids) if asked.ignore_eos else rules.end_ids
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=rules.min_tokens,
-        temperature=_or(asked.temperature, 1.0),
-        top_p=_or(asked.top_p, 1.0),
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
         top_k=max(0, asked.top_k or 0),
-        min_p=_or(asked.min_p, 0.0),
+        min_p=asked.min_p or 0.0,
         seed=asked.seed,
-        repetition_penalty=_or(asked.repetition_penalty, 1.0),
-        presence_penalty=_or(asked.presence_penalty, 0.0),
-        frequency_penalty=_or(asked.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(asked.logit_bias, model.vocab_size),
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(asked.logit_bias, model.vocab_size) if asked.logit_bias else {},
         top_logprobs=asked.top_logprobs,
         stop=rules.stop,
-        stop_token_ids=tuple(sorted({*ends, *asked.stop_token_ids})),
+        stop_token_ids=_in_order(ends),
         ignore_eos=asked.ignore_eos,
     )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+@lru_cache
+def _in_order(ids: frozenset[int]) -> tuple[int, ...]:
+    """Remembered, since nearly all requests have those of their model."""
+    return tuple(sorted(ids))
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:

@@ -127,9 +127,10 @@ class Preprocessor:
 
         inline = characters <= _INLINE_RENDER_CHARACTERS
         text = render() if inline else await self._work.run(render)
-        return await self.encode(
-            text, salt=salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        (tokens,) = await self._encode(
+            [text], salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
+        return tokens
 
     async def completion(
         self,

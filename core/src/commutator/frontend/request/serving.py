@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import aclosing
 from functools import partial
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
@@ -84,13 +83,12 @@ async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool)
     Log probabilities are encoded as they come: as objects they would be millions, which keep the
     garbage collector busy and take long to free.
     """
-    async with aclosing(generation.batches()) as batches:
-        async for batch in batches:
-            generation.keep(batch)
-            if _takes_long(batch):
-                await work.run(partial(writer.keep, batch), refusable=False)
-            else:
-                writer.keep(batch)
+    async for batch in generation.batches():
+        generation.keep(batch)
+        if generation.wants_logprobs and _takes_long(batch):
+            await work.run(partial(writer.keep, batch), refusable=False)
+        else:
+            writer.keep(batch)
     usage = generation.usage()
     if writer.kept_bytes <= _INLINE_BYTES:
         return [*writer.whole(usage)]
@@ -107,23 +105,22 @@ async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool)
 
 async def _stream(call: Call, generation: Generation, writer: AnswerWriter) -> None:
     unfinished, noted, work = len(generation.choices), False, call.services.work
-    async with aclosing(generation.batches()) as batches:
-        async for batch in batches:
-            if not noted:
-                noted = True
-                _note_routing(call, generation)
-                await call.begin(writer.stream_type, failed=writer.stream_failed)
-            for _, event in batch:
-                unfinished -= type(event) is Finish
-            if _takes_long(batch):
-                data = await work.run(partial(writer.stream, batch), refusable=False)
-            else:
-                data = writer.stream(batch)
-            if unfinished:
-                if data:
-                    await call.write(data)
-            else:
-                await call.end(data + writer.stream_end(generation.usage()))
+    async for batch in generation.batches():
+        if not noted:
+            noted = True
+            _note_routing(call, generation)
+            await call.begin(writer.stream_type, failed=writer.stream_failed)
+        for _, event in batch:
+            if type(event) is Finish:
+                unfinished -= 1
+        if generation.wants_logprobs and _takes_long(batch):
+            data = await work.run(partial(writer.stream, batch), refusable=False)
+        else:
+            data = writer.stream(batch)
+        if not unfinished:
+            await call.end(data + writer.stream_end(generation.usage()))
+        elif data:
+            await call.write(data)
 
 
 def _takes_long(batch: Batch) -> bool:

@@ -374,13 +374,16 @@ async def _read_to_end(request: web.Request, limits: BodyLimits) -> bytes:
             return await _read_compressed(content, coding, limits.max_bytes)
         if not content.is_eof():
             return await request.read()
-        body = content.read_nowait()
-        if len(body) > limits.max_bytes:
-            raise web.HTTPRequestEntityTooLarge(limits.max_bytes, len(body))
-        return body
+        return _within(limits.max_bytes, content.read_nowait())
     except (HttpProcessingError, web.RequestPayloadError, InflateError) as error:
         text = f"the body cannot be read: {_reason(error)}"
         raise RequestError(text, code="invalid_body") from error
+
+
+def _within(max_bytes: int, body: bytes) -> bytes:
+    if len(body) > max_bytes:
+        raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
+    return body
 
 
 def _coding(request: web.Request) -> str | None:

@@ -184,7 +184,7 @@ class Runner(web.AppRunner):
             max_line_size=_MAX_HEADER_LINE,
             max_headers=_MAX_HEADERS,
             lingering_time=_LINGERING_S,
-            auto_decompress=False,  # ``commutator_http.body`` does, what it wants
+            auto_decompress=False,  # ``commutator_http.call`` does, what it wants
         )
         self._table = table
         self._deadlines = deadlines

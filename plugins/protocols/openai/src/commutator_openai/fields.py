@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import cattrs
@@ -223,19 +224,23 @@ def special_of(kind: Any) -> Special | None:
 
 
 @cache
-def _hints(cls: type[Any]) -> tuple[tuple[str, Hint], ...]:
+def _hints(cls: type[Any]) -> tuple[dict[str, Hint], Callable[[Any], Any], Any]:
+    """By name; what reads the fields of all of them, and what it reads where none is given."""
     kinds = get_type_hints(cls, include_extras=True)
     markers = ((name, special_of(kind)) for name, kind in kinds.items())
-    return tuple((name, marker) for name, marker in markers if isinstance(marker, Hint))
+    hints = {name: marker for name, marker in markers if isinstance(marker, Hint)}
+    read = attrgetter("__class__", *hints)  # a tuple however many there are
+    return hints, read, (cls, *[None] * len(hints))
 
 
 def hints_given(body: Any) -> dict[str, Hint]:
     """The hints that a request sets to more than "off", by name."""
-    return {
-        name: hint
-        for name, hint in _hints(body.__class__)
-        if (value := getattr(body, name)) is not None and not hint.is_off(value)
-    }
+    hints, read, nothing = _hints(body.__class__)
+    given = read(body)
+    if given == nothing:  # nearly always
+        return {}
+    values = zip(hints.items(), given[1:], strict=True)
+    return {name: hint for (name, hint), value in values if not hint.is_off(value)}
 
 
 def build_request_converter(*, detailed: bool) -> cattrs.Converter:

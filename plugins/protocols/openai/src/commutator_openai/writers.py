@@ -59,6 +59,9 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+_DONE = event(b"[DONE]")
+
+
 def stream_failed(failure: Failure) -> bytes:
     """The event that ends a stream which fails."""
     return event(error_body(failure))
@@ -153,8 +156,9 @@ class _Writer(AnswerWriter):
         return b"".join(chunks)
 
     def stream_end(self, usage: Usage) -> bytes:
-        last = self._head + b'],"usage":' + encode(usage_of(usage)) + b"}\n\n"
-        return (last if self.include_usage else b"") + event(b"[DONE]")
+        if not self.include_usage:
+            return _DONE
+        return self._head + b'],"usage":' + encode(usage_of(usage)) + b"}\n\n" + _DONE
 
     def stream_failed(self, failure: Failure) -> bytes:
         return stream_failed(failure)
