@@ -12,16 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.contract.block import (
-        KEY_BYTES,
-        BlockKey,
-        RetentionHints,
-    )
-    from commutator.contract.capability import (
-        Operation,
-        OptionType,
-        RequestOption,
-    )
+    from commutator.contract.block import KEY_BYTES, BlockKey, RetentionHints
+    from commutator.contract.capability import Operation, OptionType, RequestOption
     from commutator.contract.disagg import (
         DisaggAnswer,
         DisaggPolicy,
@@ -32,10 +24,7 @@ if TYPE_CHECKING:
         HandoverStyle,
         MeasuredSpeeds,
     )
-    from commutator.contract.door import (
-        Door,
-        DoorConfig,
-    )
+    from commutator.contract.door import Door, DoorConfig
     from commutator.contract.engine import (
         EngineClient,
         EngineConfig,
@@ -45,24 +34,10 @@ if TYPE_CHECKING:
         ModelConfig,
         TokenStream,
     )
-    from commutator.contract.eviction import (
-        EvictionConfig,
-        EvictionPolicy,
-    )
-    from commutator.contract.launcher import (
-        LaunchPlan,
-    )
-    from commutator.contract.observer import (
-        AnsweredRequest,
-        Observer,
-        ObserverConfig,
-    )
-    from commutator.contract.protocol import (
-        MountedProtocol,
-        Protocol,
-        ProtocolConfig,
-        Route,
-    )
+    from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+    from commutator.contract.launcher import LaunchPlan
+    from commutator.contract.observer import AnsweredRequest, Observer, ObserverConfig
+    from commutator.contract.protocol import MountedProtocol, Protocol, ProtocolConfig, Route
     from commutator.contract.registration import (
         DisaggRegister,
         DoorRegister,
@@ -130,9 +105,7 @@ if TYPE_CHECKING:
         KvTransferInfo,
         WorkerRecord,
     )
-    from commutator.hookspecs import (
-        hookimpl,
-    )
+    from commutator.hookspecs import hookimpl
 
 __version__ = "0.1.0"
 

@@ -353,11 +353,7 @@ def request_first_token(request: RequestSummary, worker_id: str, ttft_s: float) 
 
 @_hookspec
 def request_migrated(
-    request: RequestSummary,
-    from_worker: str,
-    to_worker: str,
-    reason: str,
-    generated_tokens: int,
+    request: RequestSummary, from_worker: str, to_worker: str, reason: str, generated_tokens: int
 ) -> None:
     """Called in the front door when another worker continues a request. Observing.
 

@@ -19,21 +19,13 @@ from packaging.version import Version
 from commutator import __version__, hookspecs
 from commutator.contract import CONTRACT_CHANGES, CONTRACT_VERSION, changes_since
 from commutator.contract.commands import Command, CommandRegister
-from commutator.contract.disagg import (
-    DisaggPolicy,
-    DisaggregationConfig,
-)
+from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.door import Door, DoorConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
-from commutator.contract.launcher import (
-    AgentLauncher,
-    Launcher,
-    LauncherConfig,
-    LauncherContext,
-)
+from commutator.contract.launcher import AgentLauncher, Launcher, LauncherConfig, LauncherContext
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import (
     OBSERVING_HOOKS,
@@ -45,21 +37,10 @@ from commutator.contract.observer import (
 )
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
-from commutator.contract.planner import (
-    PlannerConfig,
-    PlannerContext,
-    PlannerPolicy,
-    TuningConfig,
-)
+from commutator.contract.planner import PlannerConfig, PlannerContext, PlannerPolicy, TuningConfig
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
-from commutator.contract.registration import (
-    Catalog,
-    Kind,
-    Origin,
-    Register,
-    StageRegister,
-)
+from commutator.contract.registration import Catalog, Kind, Origin, Register, StageRegister
 from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig

@@ -41,16 +41,11 @@ def start(config: TracingConfig, exporter: Any = None) -> Callable[[], None]:
     ``exporter`` replaces the one that posts to ``config.endpoint``.
     """
     global _tracer  # noqa: PLW0603 - one for the process, like the registry of a logger
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter,
-    )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import (
-        ParentBased,
-        TraceIdRatioBased,
-    )
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     provider = TracerProvider(
         resource=Resource.create({"service.name": config.service_name}),

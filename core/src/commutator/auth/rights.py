@@ -5,14 +5,7 @@ from __future__ import annotations
 from commutator.contract.principal import SALT_SEPARATOR, Permission, Principal
 from commutator.errors import PermissionDeniedError, RequestError
 
-__all__ = [
-    "allowed_priority",
-    "check_answers",
-    "longest",
-    "may_use",
-    "require",
-    "salted",
-]
+__all__ = ["allowed_priority", "check_answers", "longest", "may_use", "require", "salted"]
 
 _WHAT = {
     "explain": "ask why a worker was chosen (X-Commutator-Explain)",

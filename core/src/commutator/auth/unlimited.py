@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from commutator.contract.limiter import (
-    Limiter,
-    LimiterContext,
-    RequestLimiter,
-    Standing,
-    Ticket,
-)
+from commutator.contract.limiter import Limiter, LimiterContext, RequestLimiter, Standing, Ticket
 from commutator.contract.principal import Principal
 from commutator.errors import RegistryError
 

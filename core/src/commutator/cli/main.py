@@ -23,10 +23,7 @@ _PYTHON = ".".join(map(str, sys.version_info[:3]))
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
-    "cluster": (
-        "commutator.cli.cluster:cluster",
-        "List and drain workers of all hosts.",
-    ),
+    "cluster": ("commutator.cli.cluster:cluster", "List and drain workers of all hosts."),
     "down": (
         "commutator.cli.down:down",
         "Stop the workers that a launcher such as ray has placed.",

@@ -159,10 +159,7 @@ def run_deployment(
     with reserved as port:
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
-        for warning in (
-            *warnings_of(config, loaded.host),
-            *machine_warnings(here, loaded.host),
-        ):
+        for warning in (*warnings_of(config, loaded.host), *machine_warnings(here, loaded.host)):
             log.warning("%s", warning)
         try:
             return asyncio.run(supervise(port, printer))

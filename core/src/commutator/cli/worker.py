@@ -36,8 +36,7 @@ class _Workers(click.Group):
 
 
 @click.group(
-    cls=_Workers,
-    epilog="Example: commutator worker cluster.yaml --engine reference --replicas 2",
+    cls=_Workers, epilog="Example: commutator worker cluster.yaml --engine reference --replicas 2"
 )
 def worker() -> None:
     """List the workers of a running deployment; drain one, bring it back, change its role.
@@ -72,8 +71,7 @@ def run(sources: Sources, name: str, replicas: int | None) -> None:
 
 
 @worker.command(
-    short_help="List workers with their state and requests.",
-    epilog="Example: commutator worker ls",
+    short_help="List workers with their state and requests.", epilog="Example: commutator worker ls"
 )
 @front_door_options
 def ls(door: FrontDoor) -> None:

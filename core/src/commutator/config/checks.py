@@ -135,7 +135,7 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
 
 _MOVED = {
     "recording": "moved; write observers: [{kind: recording, prompts: true, ...}] with the same "
-    "options, and pip install commutator-records",
+    "options, and pip install commutator-records"
 }
 
 

@@ -24,7 +24,7 @@ CONTRACT_CHANGES: Mapping[tuple[int, int], str] = {
     (0, 2): (
         "requests ask by typed fields (adapter, where lora_name was; options, where extra was; "
         "constraint, media), and engines get only what their EngineInfo declares"
-    ),
+    )
 }
 """For each contract version what breaks plugins of the one before, in a line; the CHANGELOG says
 what to do about it."""

@@ -19,14 +19,7 @@ from commutator.contract.settings import (
     setting,
 )
 
-__all__ = [
-    "Door",
-    "DoorAddress",
-    "DoorConfig",
-    "FrontendConfig",
-    "OpenDoor",
-    "Operations",
-]
+__all__ = ["Door", "DoorAddress", "DoorConfig", "FrontendConfig", "OpenDoor", "Operations"]
 
 _Replicas = Annotated[int, Bounds(minimum=1, maximum=1000)]
 

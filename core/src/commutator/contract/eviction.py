@@ -10,10 +10,7 @@ from attrs import frozen
 from commutator.contract.block import BlockKey, RetentionHints
 from commutator.contract.settings import setting
 
-__all__ = [
-    "EvictionConfig",
-    "EvictionPolicy",
-]
+__all__ = ["EvictionConfig", "EvictionPolicy"]
 
 
 class EvictionPolicy(ABC):

@@ -8,10 +8,7 @@ from attrs import frozen
 
 from commutator.contract.settings import setting
 
-__all__ = [
-    "FairnessConfig",
-    "FairnessPolicy",
-]
+__all__ = ["FairnessConfig", "FairnessPolicy"]
 
 
 class FairnessPolicy(ABC):

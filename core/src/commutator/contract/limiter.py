@@ -15,14 +15,7 @@ from commutator.contract.principal import Principal
 from commutator.contract.service import Hub, Service
 from commutator.contract.settings import setting
 
-__all__ = [
-    "Limiter",
-    "LimiterConfig",
-    "LimiterContext",
-    "RequestLimiter",
-    "Standing",
-    "Ticket",
-]
+__all__ = ["Limiter", "LimiterConfig", "LimiterContext", "RequestLimiter", "Standing", "Ticket"]
 
 
 @define(eq=False)  # one or two for each request; frozen ones take three times as long to fill

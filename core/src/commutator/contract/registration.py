@@ -13,22 +13,12 @@ from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
-from commutator.contract.launcher import (
-    AgentLauncher,
-    Launcher,
-    LauncherConfig,
-    LauncherContext,
-)
+from commutator.contract.launcher import AgentLauncher, Launcher, LauncherConfig, LauncherContext
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import Observer, ObserverConfig
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import AnswerParser, ParserConfig
-from commutator.contract.planner import (
-    PlannerConfig,
-    PlannerContext,
-    PlannerPolicy,
-    TuningConfig,
-)
+from commutator.contract.planner import PlannerConfig, PlannerContext, PlannerPolicy, TuningConfig
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registry import Registry, RegistryConfig

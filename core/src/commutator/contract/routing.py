@@ -430,8 +430,7 @@ class RouterConfig:
         "When guessing: how long a routed prompt is assumed to stay in a worker's cache.", 120.0
     )
     router_replica_sync: bool = setting(
-        "Front doors exchange what they have in flight, so that each knows the whole load.",
-        True,
+        "Front doors exchange what they have in flight, so that each knows the whole load.", True
     )
     busy: BusyConfig = setting(
         "When a worker is busy, and how requests wait while every worker is.", factory=BusyConfig

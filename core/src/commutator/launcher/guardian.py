@@ -10,10 +10,7 @@ from pathlib import Path
 
 from commutator.launcher import guard
 
-__all__ = [
-    "MARK",
-    "Guardian",
-]
+__all__ = ["MARK", "Guardian"]
 
 log = logging.getLogger(__name__)
 

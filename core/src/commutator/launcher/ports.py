@@ -12,11 +12,7 @@ from pathlib import Path
 
 from commutator.errors import ConfigError
 
-__all__ = [
-    "PortPicker",
-    "free_ports",
-    "reserved_port",
-]
+__all__ = ["PortPicker", "free_ports", "reserved_port"]
 
 _FIRST = 10_000
 """The first port that is picked."""

@@ -14,10 +14,7 @@ from commutator.launcher import guard
 from commutator.launcher.guardian import MARK, Guardian
 from commutator.launcher.ports import PortPicker
 
-__all__ = [
-    "LocalLauncher",
-    "LocalProcess",
-]
+__all__ = ["LocalLauncher", "LocalProcess"]
 
 log = logging.getLogger(__name__)
 

@@ -27,12 +27,7 @@ from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.engine import LaunchContext, NodeGroup
 from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import RETIRED, Registry
-from commutator.errors import (
-    CommutatorError,
-    ConfigError,
-    EngineError,
-    RegistryError,
-)
+from commutator.errors import CommutatorError, ConfigError, EngineError, RegistryError
 from commutator.launcher.child import (
     StartFailure,
     raise_descriptor_limit,

@@ -32,12 +32,7 @@ from commutator.tokenizer.load import (
 from commutator.tokenizer.text_model import ChatTemplate
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
-__all__ = [
-    "check_files",
-    "check_machine",
-    "fetch_models",
-    "machine_warnings",
-]
+__all__ = ["check_files", "check_machine", "fetch_models", "machine_warnings"]
 
 log = logging.getLogger(__name__)
 _WORKER = "{worker}"

@@ -22,11 +22,7 @@ from rich.text import Text
 
 from commutator.config.load import Loaded
 from commutator.config.model import Config
-from commutator.config.secrets import (
-    hidden_line,
-    variables_of_frontends,
-    variables_of_worker,
-)
+from commutator.config.secrets import hidden_line, variables_of_frontends, variables_of_worker
 from commutator.config.show import effective
 from commutator.contract.door import DoorAddress
 from commutator.contract.event_bus import EventBus
@@ -61,19 +57,9 @@ from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.planner.setup import make_planner, make_tuning
 from commutator.supervisor.specs import WorkerSpec, worker_specs
 from commutator.supervisor.worker_agent import WorkerAgent
-from commutator.trust import (
-    adopt,
-    host_and_port,
-    in_url,
-    use_network,
-)
+from commutator.trust import adopt, host_and_port, in_url, use_network
 
-__all__ = [
-    "Supervisor",
-    "banner",
-    "front_door_address",
-    "write_effective",
-]
+__all__ = ["Supervisor", "banner", "front_door_address", "write_effective"]
 
 log = logging.getLogger(__name__)
 _SAY_WAITING_AFTER_S = 5.0
@@ -336,11 +322,7 @@ class Supervisor:
             )
 
         return Fleet(
-            registry,
-            make_agent,
-            clock,
-            drain_timeout_s=runtime.drain_timeout_s,
-            in_flight=reports,
+            registry, make_agent, clock, drain_timeout_s=runtime.drain_timeout_s, in_flight=reports
         )
 
     def _make_workers(

@@ -19,12 +19,7 @@ from attrs import asdict, evolve
 from commutator.backoff import Backoff
 from commutator.config.model import RuntimeConfig
 from commutator.config.secrets import hidden_line
-from commutator.contract.engine import (
-    EngineClient,
-    HttpRelay,
-    LaunchContext,
-    RelayStart,
-)
+from commutator.contract.engine import EngineClient, HttpRelay, LaunchContext, RelayStart
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher, LaunchPlan
 from commutator.contract.registry import RETIRED, Registry, WorkerUp
@@ -46,11 +41,7 @@ from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running
 from commutator.supervisor.specs import WorkerSpec
 from commutator.trust import in_url, network_of_this_process
 
-__all__ = [
-    "KvPeers",
-    "WorkerAgent",
-    "relayed_address",
-]
+__all__ = ["KvPeers", "WorkerAgent", "relayed_address"]
 
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")

@@ -55,12 +55,7 @@ from commutator_console.snapshot import (
     worker_row,
 )
 
-__all__ = [
-    "LIVE_PATH",
-    "LiveFeed",
-    "Recorder",
-    "live_routes",
-]
+__all__ = ["LIVE_PATH", "LiveFeed", "Recorder", "live_routes"]
 
 log = logging.getLogger(__name__)
 

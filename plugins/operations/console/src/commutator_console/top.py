@@ -56,8 +56,7 @@ def top(door: FrontDoor, once: bool) -> None:
 
 
 def followed(
-    live: Callable[[], Iterator[dict[str, Any]]],
-    sleep: Callable[[float], None] = time.sleep,
+    live: Callable[[], Iterator[dict[str, Any]]], sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
     """Snapshots, each with None, or the last one with why there is no newer one.
 

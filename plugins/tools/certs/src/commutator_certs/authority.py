@@ -277,9 +277,7 @@ def _write(
         if path.exists():
             raise CertificateError(f"{path}: is there already; remove it, or choose another name")
     secret = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

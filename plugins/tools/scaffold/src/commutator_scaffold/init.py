@@ -63,12 +63,7 @@ class Answers:
 @click.option("--yes", is_flag=True, help="Ask nothing; take the defaults for what is not given.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def init(
-    file: Path,
-    model: str | None,
-    engine: str | None,
-    workers: int | None,
-    yes: bool,
-    force: bool,
+    file: Path, model: str | None, engine: str | None, workers: int | None, yes: bool, force: bool
 ) -> None:
     """Write a configuration to start from: commutator.yaml, or FILE.
 

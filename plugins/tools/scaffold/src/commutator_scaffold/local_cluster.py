@@ -20,9 +20,7 @@ from typing import Any, Self
 from commutator.config.yaml_file import to_yaml
 from commutator.trust import SECRET_FILE, RunSecret, adopt, secret_of_this_process
 
-__all__ = [
-    "LocalCluster",
-]
+__all__ = ["LocalCluster"]
 
 
 class LocalCluster:

@@ -174,9 +174,7 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
             "attrs>=24.2", _requirement("commutator"), *map(_requirement, about.needs)
         ),
         "test_requirements": _quoted(
-            _requirement("commutator[testing]"),
-            *map(_requirement, about.tested_with),
-            "pytest>=8",
+            _requirement("commutator[testing]"), *map(_requirement, about.tested_with), "pytest>=8"
         ),
     }
 

@@ -25,10 +25,7 @@ from commutator.errors import CommutatorError
 from commutator_console.door import prompt_body, prompt_options
 from commutator_console.kv.tables import show_contents, show_statistics, show_verified, show_why
 
-__all__ = [
-    "Workers",
-    "kv",
-]
+__all__ = ["Workers", "kv"]
 
 AnswerT = TypeVar("AnswerT")
 _LONGER_S = 60.0
