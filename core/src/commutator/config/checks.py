@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import attrs
 
 from commutator.config.doors import door_problems, with_doors
-from commutator.config.model import Config
+from commutator.config.model import Config, parts_of
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
 from commutator.contract.launcher import AgentLauncherConfig
@@ -134,16 +134,28 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
 
 
 _MOVED = {
-    "recording": "moved; write observers: [{kind: recording, prompts: true, ...}] with the same "
-    "options, and pip install commutator-records"
+    "": {
+        "recording": "moved; write observers: [{kind: recording, prompts: true, ...}] with the "
+        "same options, and pip install commutator-records",
+    },
+    "frontend.doors": {
+        "strict": "belongs to the protocol: write protocols: [{kind: openai, strict: ...}]",
+        "media_hosts": "belongs to the protocol: write protocols: [{kind: openai, media_hosts: "
+        "[...]}]",
+    },
 }
+"""Keys of former versions, by where they stood, and what to write now."""
 
 
 def moved_problems(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path, message) for each section of former versions, taken out of ``data``."""
-    for section, message in _MOVED.items():
-        if data.pop(section, None) is not None:
-            yield section, message
+    """(path, message) for each key of former versions, taken out of ``data``."""
+    doors = _entries(_section(data, "frontend"), "doors")
+    places = [("", "", data)]
+    places += [("frontend.doors", f"frontend.doors[{i}].", door) for i, door in doors]
+    for place, path, options in places:
+        for key, message in _MOVED[place].items():
+            if options.pop(key, None) is not None:
+                yield path + key, message
 
 
 def limit_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -153,33 +165,16 @@ def limit_problems(config: Config) -> Iterator[tuple[str, str]]:
     limited = [
         f"{path}.limits"
         for number, entry in enumerate(config.auth)
-        for path, principal in _principals(entry, f"auth[{number}]")
+        for path, principal in parts_of(entry, PrincipalConfig, f"auth[{number}]")
         if principal.limits.are_counted
     ]
     if limited:
         others = f", nor those of {len(limited) - 1} more" if len(limited) > 1 else ""
-        yield (
-            limited[0],
-            (
-                f'the limiter "unlimited" does not count these limits{others}; pip install '
-                "commutator-limits, or remove them"
-            ),
+        problem = (
+            f'the limiter "unlimited" does not count these limits{others}; pip install '
+            "commutator-limits, or remove them"
         )
-
-
-def _principals(value: Any, path: str) -> Iterator[tuple[str, PrincipalConfig]]:
-    """The principals in the options of an authenticator."""
-    if isinstance(value, PrincipalConfig):
-        yield path, value
-    elif attrs.has(type(value)):
-        for name in (field.name for field in attrs.fields(type(value))):
-            yield from _principals(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _principals(one, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            yield from _principals(one, f"{path}[{index}]")
+        yield limited[0], problem
 
 
 def _engine_problems(
@@ -210,15 +205,12 @@ def _duplicates(data: Mapping[str, Any], section: str) -> Iterator[tuple[str, st
             first.setdefault(name, index)
 
 
-Entries = list[tuple[int, Mapping[str, Any]]]
+Entries = list[tuple[int, dict[str, Any]]]
 
 
 def _entries(data: Mapping[str, Any], section: str) -> Entries:
     """The entries of a list section that are mappings, with their indices."""
-    entries = data.get(section)
-    if not isinstance(entries, list):
-        return []
-    return [(i, entry) for i, entry in enumerate(entries) if isinstance(entry, Mapping)]
+    return [(i, entry) for i, entry in enumerate(_list(data, section)) if isinstance(entry, dict)]
 
 
 def _role_problems(
@@ -228,13 +220,11 @@ def _role_problems(
         role, path = _text(engine, "role", "both"), f"engines[{index}].role"
         kind = host.engines.kinds.get(_text(engine, "kind"))
         if role == "prefill" and not data.get("disaggregation"):
-            yield (
-                path,
-                (
-                    "a prefill worker gets no requests without the section `disaggregation`; "
-                    "add it, such as disaggregation: {kind: conditional}"
-                ),
+            problem = (
+                "a prefill worker gets no requests without the section `disaggregation`; "
+                "add it, such as disaggregation: {kind: conditional}"
             )
+            yield path, problem
         if role in {"prefill", "decode"} and kind is not None:
             style = type(kind.thing).handover_style
             if style is EngineConnector.handover_style:
@@ -258,31 +248,25 @@ def _cluster_problems(
     kept_here = registry.get("kind") == "memory" and registry.get("address") is None
     alone = _is_loopback(_text(place, "listen", "127.0.0.1"))
     if data.get("planner") and not (alone and cluster.get("tls") is None):
-        yield (
-            "planner",
-            (
-                "it starts and stops the workers of one machine only, so it does not work in a "
-                "cluster of several hosts yet; remove it, or cluster.host.listen and cluster.tls"
-            ),
+        problem = (
+            "it starts and stops the workers of one machine only, so it does not work in a "
+            "cluster of several hosts yet; remove it, or cluster.host.listen and cluster.tls"
         )
+        yield "planner", problem
     if alone:
         if registry.get("address") is not None and cluster.get("tls") is None:
-            yield (
-                "registry.address",
-                (
-                    "without effect on one machine; set cluster.host.listen, or cluster.tls on a "
-                    "host without workers"
-                ),
+            problem = (
+                "without effect on one machine; set cluster.host.listen, or cluster.tls on a "
+                "host without workers"
             )
+            yield "registry.address", problem
         return
     if kept_here:
-        yield (
-            "registry.address",
-            (
-                "required, because the registry in this supervisor's memory is not known to other "
-                "hosts; set HOST:PORT of the host that serves it, or use the kind etcd"
-            ),
+        problem = (
+            "required, because the registry in this supervisor's memory is not known to other "
+            "hosts; set HOST:PORT of the host that serves it, or use the kind etcd"
         )
+        yield "registry.address", problem
     yield from _open_engines(cluster, engines, host)
     if cluster.get("kv_network") != "isolated":
         yield from _kv_between_hosts(data, engines, tiers, host)
@@ -298,29 +282,23 @@ def _agent_problems(
     if kind is None or not issubclass(kind.config_class, AgentLauncherConfig):
         return
     if data.get("planner"):
-        yield (
-            "planner",
-            (
-                "it starts and stops the workers of one machine only, so it does not work with "
-                f'the launcher "{name}" yet; remove it, or use the launcher process'
-            ),
+        problem = (
+            "it starts and stops the workers of one machine only, so it does not work with "
+            f'the launcher "{name}" yet; remove it, or use the launcher process'
         )
+        yield "planner", problem
     if registry.get("kind") == "memory" and registry.get("address") is None:
-        yield (
-            "registry",
-            (
-                f'the launcher "{name}" runs workers elsewhere, which cannot announce themselves '
-                "in this supervisor's memory; use the kind etcd, or set registry.address"
-            ),
+        problem = (
+            f'the launcher "{name}" runs workers elsewhere, which cannot announce themselves '
+            "in this supervisor's memory; use the kind etcd, or set registry.address"
         )
+        yield "registry", problem
     if _section(data, "runtime").get("secret") is None:
-        yield (
-            "runtime.secret",
-            (
-                f'required with the launcher "{name}", the same on each host: processes prove to '
-                "each other that they know it; such as {file: /etc/commutator/secret}"
-            ),
+        problem = (
+            f'required with the launcher "{name}", the same on each host: processes prove to '
+            "each other that they know it; such as {file: /etc/commutator/secret}"
         )
+        yield "runtime.secret", problem
     known = sorted({_text(engine, "name") for _, engine in engines} - {""})
     for engine_name in _section(launcher, "resources"):
         if known and engine_name not in known:
@@ -343,13 +321,10 @@ def _group_problems(
             continue
         kind = host.engines.kinds.get(_text(engine, "kind"))
         if launcher is not None and not groups:
-            yield (
-                path,
-                (
-                    f'the launcher "{launcher.name}" runs a worker on one machine; use the '
-                    "launcher ray"
-                ),
+            problem = (
+                f'the launcher "{launcher.name}" runs a worker on one machine; use the launcher ray'
             )
+            yield path, problem
         if kind is not None and not kind.thing.spans_nodes:
             able = sorted(name for name, one in host.engines.kinds.items() if one.thing.spans_nodes)
             names = ", ".join(able) or "none is installed"

@@ -17,11 +17,6 @@ __all__ = ["door_path", "door_problems", "port_steps", "short_path", "with_doors
 _OF_PROCESS = frozenset(field.name for field in attrs.fields(FrontendConfig))
 _OPERATORS = 64
 """Connections of operators and their tools, on the door that `admin` describes."""
-_MOVED = {
-    "strict": "protocols: [{kind: openai, strict: ...}]",
-    "media_hosts": "protocols: [{kind: openai, media_hosts: [...]}]",
-}
-"""Options of front doors that belong to a protocol, by what they are called there."""
 
 
 def with_doors(tree: Node) -> Node:
@@ -114,8 +109,6 @@ def door_problems(frontend: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if key in {field.name for field in attrs.fields(DoorConfig)} | {"admin", "tls", "api_keys"}:
             yield f"frontend.{key}", "belongs to a door: write it in an entry of `doors`"
     for index, door in given:
-        for key in sorted(door.keys() & _MOVED.keys()):
-            yield f"frontend.doors[{index}].{key}", f"belongs to the protocol: write {_MOVED[key]}"
         for other, before in given[:index]:
             if door.get("port", 0) and _port(door) == _port(before) and _meet(door, before):
                 text = f"{_port(door)} is the port of frontend.doors[{other}], at {_host(before)}; "

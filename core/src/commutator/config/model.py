@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import attrs
 from attrs import Attribute, frozen
 
 from commutator.contract.disagg import DisaggregationConfig, _default_router
@@ -42,6 +43,7 @@ __all__ = [
     "PluginsConfig",
     "RuntimeConfig",
     "TracingConfig",
+    "parts_of",
 ]
 
 
@@ -316,3 +318,25 @@ class Config:
             return False
         fewest, most = planner.bounds.of(self.serving_role)
         return fewest == 0 and most > 0
+
+
+PartT = TypeVar("PartT")
+
+
+def parts_of(value: Any, wanted: type[PartT], path: str = "") -> Iterator[tuple[str, PartT]]:
+    """Everything of the class ``wanted`` below ``value``, also in plugins' options, with its path.
+
+    What is inside of a found value is not looked at.
+    """
+    inside: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, wanted):
+        yield path, value
+    elif attrs.has(type(value)):
+        names = [field.name for field in attrs.fields(type(value))]
+        inside = [(f"{path}.{name}" if path else name, getattr(value, name)) for name in names]
+    elif isinstance(value, Mapping):
+        inside = [(f"{path}.{key}", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        inside = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    for inner, item in inside:
+        yield from parts_of(item, wanted, inner)

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from commutator.config.model import Config
+from commutator.config.model import Config, parts_of
 from commutator.contract.engine import EngineConfig
 from commutator.contract.settings import Secret
 
@@ -101,20 +101,9 @@ def hidden_line(line: str) -> str:
     return _PRINTED_KEY.sub(rf"\1{HIDDEN}", line) if "api" in line else line
 
 
-def secrets_in(value: Any, path: str = "") -> Iterator[tuple[str, Secret]]:
+def secrets_in(value: Any) -> Iterator[tuple[str, Secret]]:
     """Every secret below ``value``, also in plugins' options, with its path."""
-    if isinstance(value, Secret):
-        yield path, value
-    elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            inner = f"{path}.{field.name}" if path else field.name
-            yield from secrets_in(getattr(value, field.name), inner)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from secrets_in(item, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from secrets_in(item, f"{path}[{index}]")
+    return parts_of(value, Secret)
 
 
 def _variables(*values: Any) -> set[str]:
