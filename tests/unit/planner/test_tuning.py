@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.config.tunable import TunableOption
 from commutator.contract.planner import PlannerTargets
 from commutator.contract.request import RequestSummary
+from commutator.contract.settings import Tunable
 from commutator.contract.tuning import ArmCounts, Trial, trial_outcome
 from commutator_tuning.config import TrialsConfig
 from commutator_tuning.tuner import (
@@ -33,17 +35,12 @@ CONFIG = TrialsConfig(mode="act")
 FLEET = {"both ready": 2}
 
 
-@frozen
-class Option:
-    value: float
-    least: float
-    most: float
-
-    def accepts(self, value: float) -> bool:
-        return self.least <= value <= self.most
+def option(value: float, least: float, most: float) -> TunableOption:
+    within = Tunable(minimum=least, maximum=most)
+    return TunableOption(path="test", steps=(), range=within, value=value, whole=False)
 
 
-OPTIONS = {"a": Option(100, 16, 4096), "b": Option(2, 1, 64)}
+OPTIONS = {"a": option(100, 16, 4096), "b": option(2, 1, 64)}
 
 
 def arms(
@@ -392,7 +389,7 @@ def settle(course: Course) -> None:
 def test_a_tuned_value_ends_with_the_configured_one_that_it_replaced() -> None:
     course = Course()
     settle(course)
-    _, told = restart(course, {**OPTIONS, "a": Option(200, 16, 4096)})
+    _, told = restart(course, {**OPTIONS, "a": option(200, 16, 4096)})
     assert told == ["a 400 is dropped: the configuration has a new value"]
     again, told = restart(course, {"b": OPTIONS["b"]})
     assert told == ["a 400 is dropped: not tunable to it any more"]

@@ -57,7 +57,7 @@ class Rig:
 
     def __attrs_post_init__(self) -> None:
         config = evolve(CONFIG, state_file=None if self.file is None else str(self.file))
-        self.live = LiveTuning(config, Tuner(config, self.options), self.search)
+        self.live = LiveTuning(config, Tuner(config, self.options), self.search.search)
 
     async def step(
         self, seconds: float, counted: tuple[ArmCounts, ArmCounts] | None = None, workers: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -25,8 +25,6 @@ _REQUESTS = 5
 """That a limit is set to."""
 _PATIENCE_S = 10.0
 
-Doors = list[RequestLimiter]
-
 
 class LimiterContract:
     """What every limiter must do.
@@ -40,43 +38,41 @@ class LimiterContract:
     shares: bool = True
     """Whether front doors count together. If not, each admits as much as a limit says."""
 
-    def test_a_principal_without_limits_does_not_count(self, limiter: Limiter) -> None:
-        async def check(doors: Doors) -> None:
+    @pytest.mark.asyncio
+    async def test_a_principal_without_limits_does_not_count(self, limiter: Limiter) -> None:
+        async with self.doors(limiter) as (door,):
             for limits in (Limits(), Limits(answers=1, max_model_len=100)):
-                assert not doors[0].begin(Principal(name="ada", limits=limits))
+                assert not door.begin(Principal(name="ada", limits=limits))
 
-        self.at_doors(limiter, 1, check)
-
-    @pytest.mark.parametrize("doors", [1, 2])
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("count", [1, 2])
     @pytest.mark.parametrize("name", _ALL)
-    def test_a_limit_admits_what_it_says_and_no_more(
-        self, limiter: Limiter, name: str, doors: int
+    async def test_a_limit_admits_what_it_says_and_no_more(
+        self, limiter: Limiter, name: str, count: int
     ) -> None:
+        """Limits that nothing counts are no reason to serve without limit."""
         ada = _limited(name)
-        if name not in self.counted:
-            self._is_refused(limiter, ada)
-            return
-
-        async def check(doors: Doors) -> None:
+        async with self.doors(limiter, count) as doors:
+            if name not in self.counted:
+                with pytest.raises(CommutatorError):
+                    doors[0].begin(ada)
+                return
             admitted = 0
-            for number in range(3 * _REQUESTS * len(doors)):
-                ticket = await _asked(doors[number % len(doors)], ada)
+            for number in range(3 * _REQUESTS * count):
+                ticket = await _asked(doors[number % count], ada)
                 admitted += ticket is not None
-            together = 1 if self.shares else len(doors)
+            together = 1 if self.shares else count
             assert admitted == _REQUESTS * together
             other = Principal(name="bob", limits=ada.limits)
             assert await _asked(doors[0], other) is not None, "each principal has its own"
 
-        self.at_doors(limiter, doors, check)
-
+    @pytest.mark.asyncio
     @pytest.mark.parametrize("name", _ALL)
-    def test_what_reached_no_worker_costs_nothing(self, limiter: Limiter, name: str) -> None:
+    async def test_what_reached_no_worker_costs_nothing(self, limiter: Limiter, name: str) -> None:
         if name not in self.counted:
             return
         ada = _limited(name)
-
-        async def check(doors: Doors) -> None:
-            (door,) = doors
+        async with self.doors(limiter) as (door,):
             for _ in range(3 * _REQUESTS):
                 ticket = await _asked(door, ada)
                 assert ticket is not None
@@ -84,16 +80,15 @@ class LimiterContract:
             assert door.begin(ada)
             door.end(ada, None, None)  # it was never admitted
 
-        self.at_doors(limiter, 1, check)
-
+    @pytest.mark.asyncio
     @pytest.mark.parametrize("name", ["tokens_per_minute", "tokens_per_day"])
-    def test_tokens_that_were_not_taken_are_free_again(self, limiter: Limiter, name: str) -> None:
+    async def test_tokens_that_were_not_taken_are_free_again(
+        self, limiter: Limiter, name: str
+    ) -> None:
         if name not in self.counted:
             return
         ada = _limited(name)
-
-        async def check(doors: Doors) -> None:
-            (door,) = doors
+        async with self.doors(limiter) as (door,):
             # Each takes half of what it is charged, and the next is charged the whole.
             for _ in range(2 * _REQUESTS - 1):
                 ticket = await _asked(door, ada)
@@ -101,41 +96,37 @@ class LimiterContract:
                 door.end(ada, ticket, _TOKENS // 2)
             assert await _asked(door, ada) is None
 
-        self.at_doors(limiter, 1, check)
-
-    def test_requests_that_ended_run_no_more(self, limiter: Limiter) -> None:
+    @pytest.mark.asyncio
+    async def test_requests_that_ended_run_no_more(self, limiter: Limiter) -> None:
         name = "concurrent_requests"
         if name not in self.counted:
             return
         ada = _limited(name)
-
-        async def check(doors: Doors) -> None:
-            (door,) = doors
+        async with self.doors(limiter) as (door,):
             tickets = [await _asked(door, ada) for _ in range(_REQUESTS)]
             assert await _asked(door, ada) is None
             door.end(ada, tickets[0], _TOKENS)
             assert await _asked(door, ada) is not None
 
-        self.at_doors(limiter, 1, check)
-
-    def test_a_refusal_names_the_limit_and_when_to_come_again(self, limiter: Limiter) -> None:
-        for name in self.counted:
-            ada = _limited(name, principal=f"ada-{name}")
-
-            async def check(doors: Doors, name: str = name, ada: Principal = ada) -> None:
+    @pytest.mark.asyncio
+    async def test_a_refusal_names_the_limit_and_when_to_come_again(self, limiter: Limiter) -> None:
+        async with self.doors(limiter) as (door,):
+            for name in self.counted:
+                ada = _limited(name, principal=f"ada-{name}")
                 for _ in range(_REQUESTS):
-                    ticket = await _asked(doors[0], ada)
+                    ticket = await _asked(door, ada)
                     assert ticket is not None
                     assert isinstance(ticket.standing, Standing)
                 with pytest.raises(RateLimitError) as refused:
-                    await _ask(doors[0], ada)
+                    await _ask(door, ada)
                 assert refused.value.limit == name
                 assert refused.value.retry_after_s is None or refused.value.retry_after_s > 0
                 assert isinstance(refused.value.standing, Standing)
 
-            self.at_doors(limiter, 1, check)
-
-    def test_its_service_has_a_name_and_refuses_strange_frames(self, limiter: Limiter) -> None:
+    @pytest.mark.asyncio
+    async def test_its_service_has_a_name_and_refuses_strange_frames(
+        self, limiter: Limiter
+    ) -> None:
         service = limiter.service()
         if service is None:
             return
@@ -144,50 +135,30 @@ class LimiterContract:
             with pytest.raises((ValueError, TypeError)):
                 receiver.on_frame(frame)
         receiver.on_lost()
-        asyncio.run(service.stop())
+        await service.stop()
 
-    def _is_refused(self, limiter: Limiter, principal: Principal) -> None:
-        """Limits that nothing counts are no reason to serve without limit."""
-
-        async def check(doors: Doors) -> None:
-            with pytest.raises(CommutatorError):
-                doors[0].begin(principal)
-
-        self.at_doors(limiter, 1, check)
-
-    def at_doors(
-        self, limiter: Limiter, count: int, check: Callable[[Doors], Awaitable[None]]
-    ) -> None:
-        """Run ``check`` with the halves of so many front doors of one deployment."""
-
-        async def life() -> None:
-            async with _deployment(limiter, count) as doors:
-                await check(doors)
-
-        with adopt(RunSecret.new()):
-            asyncio.run(life())
-
-
-@asynccontextmanager
-async def _deployment(limiter: Limiter, count: int) -> AsyncIterator[Doors]:
-    async with AsyncExitStack() as stack:
-        service = limiter.service()
-        server = RegistryServer(MemoryRegistry(), [] if service is None else [service])
-        hub = Hub(await server.start())
-        stack.push_async_callback(server.stop)
-        contexts = [
-            LimiterContext(door=f"frontend-{number}", alone=count == 1, hub=hub)
-            for number in range(count)
-        ]
-        doors = [limiter.at_door(context) for context in contexts]
-        running = [asyncio.create_task(door.run()) for door in doors]
-        if service is not None:
-            running.append(asyncio.create_task(service.run()))
-        stack.push_async_callback(_cancelled, running)
-        async with asyncio.timeout(_PATIENCE_S):
-            for door in doors:
-                await door.ready.wait()
-        yield doors
+    @asynccontextmanager
+    async def doors(self, limiter: Limiter, count: int = 1) -> AsyncIterator[list[RequestLimiter]]:
+        """The halves of ``limiter`` at so many front doors of one deployment."""
+        async with AsyncExitStack() as stack:
+            stack.enter_context(adopt(RunSecret.new()))
+            service = limiter.service()
+            server = RegistryServer(MemoryRegistry(), [] if service is None else [service])
+            hub = Hub(await server.start())
+            stack.push_async_callback(server.stop)
+            contexts = [
+                LimiterContext(door=f"frontend-{number}", alone=count == 1, hub=hub)
+                for number in range(count)
+            ]
+            doors = [limiter.at_door(context) for context in contexts]
+            running = [asyncio.create_task(door.run()) for door in doors]
+            if service is not None:
+                running.append(asyncio.create_task(service.run()))
+            stack.push_async_callback(_cancelled, running)
+            async with asyncio.timeout(_PATIENCE_S):
+                for door in doors:
+                    await door.ready.wait()
+            yield doors
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:

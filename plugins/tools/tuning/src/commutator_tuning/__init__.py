@@ -16,7 +16,7 @@ __all__ = ["TrialsConfig"]
 
 def _make(config: TrialsConfig, context: TuningContext) -> LiveTuning:
     search = PolicySearch(context.config, context.launcher, context.folder)
-    return LiveTuning(config, Tuner(config, tunable_options(context.config)), search)
+    return LiveTuning(config, Tuner(config, tunable_options(context.config)), search.search)
 
 
 @hookimpl

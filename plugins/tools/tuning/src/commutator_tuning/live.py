@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import asdict
 
@@ -30,12 +30,10 @@ __all__ = ["LiveTuning", "ValueSearch"]
 log = logging.getLogger(__name__)
 
 
-class ValueSearch(Protocol):
-    """Finds out by replays which values are better; ``PolicySearch`` is one."""
-
-    async def search(
-        self, tuning: TrialsConfig, values: Mapping[str, float], fleet: Mapping[Role, int]
-    ) -> Finding: ...
+ValueSearch = Callable[
+    [TrialsConfig, Mapping[str, float], Mapping[Role, int]], Coroutine[Any, Any, Finding]
+]
+"""Finds out by replays which values are better, given the present ones and the workers by role."""
 
 
 class LiveTuning(Tuning):
@@ -76,7 +74,7 @@ class LiveTuning(Tuning):
         if step.search:
             ready = Counter(one.role for one in workers if one.phase is WorkerPhase.READY)
             values = dict(state.values)
-            self._searching = asyncio.create_task(self._search.search(self._config, values, ready))
+            self._searching = asyncio.create_task(self._search(self._config, values, ready))
         if step.kind is not None:
             self._steps[step.kind] += 1
             self._last = step

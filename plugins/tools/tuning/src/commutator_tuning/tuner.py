@@ -19,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from attrs import asdict, evolve, field, frozen
 
+from commutator.config.tunable import TunableOption
 from commutator.contract.tuning import ArmCounts, Trial
 from commutator_tuning.config import TrialsConfig
 
@@ -191,21 +192,10 @@ class _Verdict:
         return None
 
 
-class Option(Protocol):
-    """An option that is declared as tunable."""
-
-    @property
-    def value(self) -> float:
-        """The configured value."""
-
-    def accepts(self, value: float) -> bool:
-        """Whether it may be set to ``value``."""
-
-
 class Tuner:
     """Decides which value is tried, on which requests, and what becomes of it."""
 
-    def __init__(self, config: TrialsConfig, options: Mapping[str, Option]) -> None:
+    def __init__(self, config: TrialsConfig, options: Mapping[str, TunableOption]) -> None:
         """``options`` are those that are declared as tunable; nothing else is ever set."""
         self._config = config
         self._options = options
