@@ -10,7 +10,8 @@ import pytest
 from tests.support.front_door import FakeDispatcher, answer, front_door, make_services
 
 from commutator.errors import ConfigError
-from commutator.frontend.process import run_with_fast_loop, wait_for_workers
+from commutator.frontend.process import wait_for_workers
+from commutator.launcher.child import run_with_fast_loop
 from commutator_http.config import HttpConfig
 from commutator_http.server import open_server
 

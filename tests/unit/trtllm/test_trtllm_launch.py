@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from attrs import evolve
@@ -17,7 +18,6 @@ from commutator.errors import ConfigError
 from commutator_dram.tier import DramConfig
 from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_trtllm import launch
-from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.launch import launch_plan, server_command
 from commutator_trtllm.options import read_options
@@ -64,7 +64,7 @@ def test_the_sidecar_starts_the_server(context: LaunchContext) -> None:
     plan = launch_plan(config, evolve(context, worker_id="trtllm-0"))
     assert plan.address == "http://127.0.0.1:8123"
     assert plan.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
-    options, server = parse(plan.argv[3:])
+    options, server = msgspec.json.decode(plan.argv[3], type=SidecarOptions), plan.argv[4:]
     assert server[:3] == (*CONFIG.command, context.model.source)
     assert value_of(server, "--max_seq_len") == "512"
     assert server[-1] == "--tp_size=2"
@@ -77,21 +77,12 @@ def test_the_sidecar_starts_the_server(context: LaunchContext) -> None:
 
 def test_a_server_that_runs_gets_a_sidecar_only(context: LaunchContext) -> None:
     config = TrtllmConfig(kind="trtllm", url="http://10.0.0.7:8000/", kv_events=False)
-    options, server = parse(launch_plan(config, context).argv[3:])
-    assert server == ()
+    plan = launch_plan(config, context)
+    options = msgspec.json.decode(plan.argv[3], type=SidecarOptions)
+    assert len(plan.argv) == 4
     assert options.url == "http://10.0.0.7:8000"
     assert not options.kv_events
     assert not options.hands_over
-
-
-@pytest.mark.parametrize("kv_events", [True, False])
-@pytest.mark.parametrize("hands_over", [True, False])
-def test_the_sidecar_reads_what_was_written(kv_events: bool, hands_over: bool) -> None:
-    options = SidecarOptions(
-        url="http://h:1", port=7, max_model_len=9, kv_events=kv_events, hands_over=hands_over
-    )
-    assert parse(sidecar_arguments(options)) == (options, ())
-    assert parse([*sidecar_arguments(options), "--", "a", "--", "--b"])[1] == ("a", "--", "--b")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +152,7 @@ def with_tiers(context: LaunchContext) -> LaunchContext:
 def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
     config = evolve(CONFIG, env={"TLLM_COMMUTATOR_WAIT_S": "0.2"})
     plan = launch_plan(config, with_tiers(context))
-    server = parse(plan.argv[3:])[1]
+    server = plan.argv[4:]
     written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
     assert written["kv_cache_config"]["enable_partial_reuse"] is False
     assert written["kv_cache_config"]["enable_block_reuse"] is True
@@ -176,7 +167,7 @@ def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
 
 def test_without_tiers_there_is_no_connector(context: LaunchContext) -> None:
     plan = launch_plan(CONFIG, context)
-    server = parse(plan.argv[3:])[1]
+    server = plan.argv[4:]
     written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
     assert "kv_connector_config" not in written
     assert plan.env == {}

@@ -17,7 +17,6 @@ from collections.abc import (
 )
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -42,6 +41,7 @@ from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import (
     calm_garbage_collector,
     raise_descriptor_limit,
+    run_with_fast_loop,
     use_huge_pages,
 )
 from commutator.plugins import PluginHost
@@ -63,7 +63,6 @@ __all__ = [
     "GroupedLog",
     "follow_supervisor",
     "main",
-    "run_with_fast_loop",
     "serve_frontend",
     "wait_for_workers",
 ]
@@ -314,17 +313,6 @@ async def serve_frontend(
 
 def _log_running(requests: int, left_s: float) -> None:
     log.info("finishing %d request%s (at most %.0f s)", requests, "s"[: requests != 1], left_s)
-
-
-def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, on uvloop where it is installed."""
-    factory = None
-    if find_spec("uvloop") is not None:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
 
 
 def _demand_counter(config: Config, host: PluginHost) -> tuple[DemandCounter | None, InFlightLoad]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import json
+import logging
+import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 from attrs import asdict, frozen
 
@@ -17,11 +23,16 @@ __all__ = [
     "LOG_LEVEL",
     "StartFailure",
     "calm_garbage_collector",
+    "log_to_stderr",
     "raise_descriptor_limit",
     "report_start_failure",
+    "run_with_fast_loop",
     "take_start_failure",
+    "told_to_stop",
     "use_huge_pages",
 ]
+
+T = TypeVar("T")
 
 LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
 """The environment variable by which the supervisor passes `log.level`."""
@@ -61,6 +72,31 @@ def take_start_failure(folder: Path) -> StartFailure | None:
     except (OSError, ValueError, TypeError):  # nothing there, or not written to the end
         return None
     return failure
+
+
+def log_to_stderr() -> None:
+    """Log at the level that the supervisor passed."""
+    level = os.environ.get(LOG_LEVEL, "INFO")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def told_to_stop() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets. Called in the event loop."""
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    return told
+
+
+def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, on uvloop where it is installed."""
+    factory = None
+    if find_spec("uvloop") is not None:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
 
 
 def calm_garbage_collector() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from commutator_engine_kit.faces import face
 
 if TYPE_CHECKING:
+    from commutator.launcher.child import log_to_stderr, told_to_stop
     from commutator.launcher.ports import free_ports
     from commutator_engine_kit.process import EngineStart, engine_command, run_engine_process
     from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
@@ -26,7 +27,9 @@ __all__ = [
     "TokenEngine",
     "engine_command",
     "free_ports",
+    "log_to_stderr",
     "run_engine_process",
+    "told_to_stop",
 ]
 
 __getattr__ = face(__name__, __file__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -31,10 +32,12 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "Version",
+    "any_of",
     "decoded",
     "enforceable",
     "failure_of",
     "finish_reason_named",
+    "likeliest",
     "request_headers",
     "sampling_parameters",
 ]
@@ -290,6 +293,11 @@ def finish_reason_named(name: str) -> FinishReason:
     return _REASONS.get(name, FinishReason.STOP)
 
 
+def likeliest(logprobs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens. Engines add the chosen one, which may not be among them."""
+    return tuple(sorted(logprobs, key=lambda entry: -entry[1])[:count])
+
+
 def decoded(engine: str, payload: bytes, decode: Callable[[bytes], T]) -> T:
     """A part of an engine's answer. Raises EngineError when it cannot be parsed."""
     try:
@@ -357,6 +365,11 @@ def enforceable(request: GenerateRequest, engine: str, *, whitespace: bool) -> C
     if problem is not None:
         raise RequestError(f"{engine} {problem}", "response_format")
     return constraint
+
+
+def any_of(choices: Iterable[str]) -> str:
+    """A regular expression for a choice, for servers that have no other words for it."""
+    return "(" + "|".join(map(re.escape, choices)) + ")"
 
 
 def request_headers(request: GenerateRequest) -> dict[str, str]:

@@ -15,12 +15,27 @@ from commutator.contract.block import BlockDescriptor, BlockKey
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.model_identity import AdapterDigests
 
-__all__ = ["Chain", "Fence", "FencedCalls", "RequestChains"]
+__all__ = ["Chain", "Fence", "FencedCalls", "RequestChains", "cuda_fence", "no_fence"]
 
 RequestId = str | int
 
 Fence = Callable[[], bool]
 """Returns whether the device has finished all work that was started before the fence was made."""
+
+
+def no_fence() -> Fence:
+    """A fence that is always passed: on a CPU a step is computed when it returns."""
+    return lambda: True
+
+
+def cuda_fence() -> Fence:
+    """A fence after all work launched on this thread's CUDA stream."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    done: Fence = event.query
+    return done
 
 
 @frozen(kw_only=True)

@@ -295,7 +295,7 @@ class HttpServer:
             "the address that it redirects to"
         )
 
-    async def refused_connections(self, timeout_s: float) -> Mapping[str, int]:
+    async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
         """Those that the server's relay refused. Raises EngineError."""
         if not self._relayed:
             return {}
@@ -333,7 +333,7 @@ class HttpEngineClient(EngineClient):
         self.server.expect(record)
 
     async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
-        return await self.server.refused_connections(timeout_s)
+        return await self.server.refused_connections(timeout_s=timeout_s)
 
     async def start(self) -> EngineInfo:
         if self._info is None:  # the dispatcher calls this before each request
@@ -341,15 +341,15 @@ class HttpEngineClient(EngineClient):
         return self._info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        def abort() -> None:
-            if task is not None:
-                task.cancel()
-
-        task: asyncio.Task[None] | None = None
-        stream = DeltaStream(abort)
-        if self._info is None:
-            stream.fail(self._not_connected)
+        info = self._info
+        unmet = self._not_connected if info is None else info.unmet(request)
+        if info is None or unmet is not None:
+            stream = DeltaStream(lambda: None)
+            stream.fail(unmet or self._not_connected)
             return stream
+
+        def abort() -> None:
+            task.cancel()
 
         def ended(task: asyncio.Task[None]) -> None:
             self._running.discard(task)
@@ -358,10 +358,8 @@ class HttpEngineClient(EngineClient):
             reason = f"{self.server.where}: the connection was closed"
             stream.fail(EngineUnavailableError(reason))
 
-        if (unmet := self._info.unmet(request)) is not None:
-            stream.fail(unmet)
-            return stream
-        task = asyncio.get_running_loop().create_task(self._run(request, self._info.model, stream))
+        stream = DeltaStream(abort)
+        task = asyncio.get_running_loop().create_task(self._run(request, info.model, stream))
         self._running.add(task)
         task.add_done_callback(ended)
         return stream

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,12 @@ from commutator.contract.launcher import LaunchPlan
 from commutator.contract.tier import TierConfig
 from commutator.errors import CommutatorError, ConfigError
 from commutator.launcher.child import (
-    LOG_LEVEL,
     StartFailure,
     calm_garbage_collector,
+    log_to_stderr,
     report_start_failure,
+    run_with_fast_loop,
+    told_to_stop,
 )
 from commutator.plugins import installed_plugins
 from commutator.schema import structure
@@ -98,8 +99,7 @@ def run_engine_process(
     ``build`` raises ConfigError when the engine can never start as configured, which ends the
     deployment if it happens at the first start; after other errors it is started again.
     """
-    level = os.environ.get(LOG_LEVEL, "INFO")
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     raw = os.environ.get(_VARIABLE)
     if raw is None:
         sys.exit(f"{_VARIABLE} is not set: start this process with `commutator serve`")
@@ -112,12 +112,7 @@ def run_engine_process(
     except (CommutatorError, OSError) as error:
         _give_up(error, Path(start.state_dir))
     calm_garbage_collector()
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_serve(engine, start.host, start.port))
-    else:
-        uvloop.run(_serve(engine, start.host, start.port))
+    run_with_fast_loop(_serve(engine, start.host, start.port))
 
 
 def _give_up(error: CommutatorError | OSError, folder: Path) -> NoReturn:
@@ -136,9 +131,7 @@ def _give_up(error: CommutatorError | OSError, folder: Path) -> NoReturn:
 
 
 async def _serve(engine: TokenEngine, host: str, port: int) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopped = told_to_stop()
     server = TokenApiServer(engine)
     bound = await server.start(host, port)
     log.info("token API on %s:%d", host, bound)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from hmac import compare_digest
@@ -26,7 +25,13 @@ from yarl import URL
 
 from commutator.contract.engine import RelayStart
 from commutator.engine.protocol import INSTANCE
-from commutator.launcher.child import LOG_LEVEL, calm_garbage_collector, raise_descriptor_limit
+from commutator.launcher.child import (
+    calm_garbage_collector,
+    log_to_stderr,
+    raise_descriptor_limit,
+    run_with_fast_loop,
+    told_to_stop,
+)
 from commutator.trust import (
     Identity,
     Listener,
@@ -248,9 +253,7 @@ def _failed(status: HTTPStatus, reason: str) -> web.Response:
 
 
 async def _serve(start: RelayStart) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopped = told_to_stop()
     server = RelayServer(start, instance=os.environ.get(INSTANCE))
     await server.start(start.listen, start.port)
     log.info("%s is served to other hosts at %s", start.target, start.url)
@@ -260,8 +263,7 @@ async def _serve(start: RelayStart) -> None:
 
 def main() -> None:
     """Relay until SIGTERM or SIGINT."""
-    level = os.environ.get(LOG_LEVEL, "INFO")
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     raw = os.environ.get(RelayStart.VARIABLE)
     if raw is None:
         sys.exit(f"{RelayStart.VARIABLE} is not set: `commutator serve` starts this process")
@@ -269,18 +271,9 @@ def main() -> None:
     calm_garbage_collector()
     start = msgspec.json.decode(raw, type=RelayStart)
     try:
-        _run(start)
+        run_with_fast_loop(_serve(start))
     except (OSError, TlsError) as error:
         sys.exit(f"ERROR the relay to {start.target} cannot listen at {start.url}: {error}")
-
-
-def _run(start: RelayStart) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_serve(start))
-    else:
-        uvloop.run(_serve(start))
 
 
 if __name__ == "__main__":

@@ -98,29 +98,10 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    # Not used: for a backend without `interface_v1`, which ``problems`` rejects
+    def _unused(self, *_: Any, **__: Any) -> None:
+        """For a backend without `interface_v1`, which ``problems`` rejects."""
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        return None
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
-        return [None] * len(keys)
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return False
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        return False
+    get = batch_get = set = batch_set = _unused
 
     # Clearing and closing
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -14,12 +13,19 @@ from commutator import (
     Constraint,
     FinishReason,
     GenerateRequest,
-    SamplingParams,
     TokenDelta,
     TokenLogprob,
 )
 from commutator.errors import EngineError, RequestError
-from commutator_engine_kit.completions import JsonEvents, enforceable, failure_of
+from commutator_engine_kit.completions import (
+    JsonEvents,
+    any_of,
+    enforceable,
+    failure_of,
+    finish_reason_named,
+    likeliest,
+    sampling_parameters,
+)
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
 __all__ = [
@@ -138,6 +144,8 @@ class Loads(msgspec.Struct):
 GENERATE = "/generate"
 ABORT = "/abort_request"
 _ALL_TOKENS = -1
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+"""SGLang's, of sampling parameters that have others."""
 
 
 def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
         )
     constraint = enforceable(request, "SGLang", whitespace=False)
     followed = {} if constraint is None else _constraint(constraint)
-    sampling = {**_sampling(asked, request.generated_prefix), **followed, **request.options}
+    sampling = {**_sampling(request), **followed, **request.options}
     body: dict[str, Any] = {
         "rid": request_id,
         "input_ids": list(request.token_ids),
@@ -186,7 +194,7 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
     """SGLang's parameter for it; a choice is a regular expression there."""
     value = constraint.value
     if constraint.kind == "choice":
-        return {"regex": "(" + "|".join(map(re.escape, value)) + ")"}
+        return {"regex": any_of(value)}
     assert isinstance(value, str)
     match constraint.kind:
         case "json_object":
@@ -197,37 +205,17 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
             return {kind: value}
 
 
-def _sampling(asked: SamplingParams, begun: int) -> dict[str, Any]:
-    """The sampling parameters, with token limits reduced by the ``begun`` tokens generated before.
-
-    To SGLang a continued answer is a new prompt: all penalties count only new tokens.
-    """
-    sampling: dict[str, Any] = {
-        "max_new_tokens": asked.max_tokens - begun,
-        "min_new_tokens": max(0, asked.min_tokens - begun),
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k or _ALL_TOKENS,
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "ignore_eos": asked.ignore_eos,
-        "stop_token_ids": list(asked.stop_token_ids),
-        "stop": list(asked.stop),
+def _sampling(request: GenerateRequest) -> dict[str, Any]:
+    """To SGLang a continued answer is a new prompt: all penalties count only new tokens."""
+    usual = sampling_parameters(request)
+    sampling = {_NAMES.get(name, name): value for name, value in usual.items()}
+    return {
+        **sampling,
+        "top_k": request.sampling.top_k or _ALL_TOKENS,
+        "stop": usual.get("stop", []),
     }
-    if asked.seed is not None:
-        sampling["sampling_seed"] = asked.seed
-    if asked.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
-    return sampling
 
 
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 _decoder = msgspec.json.Decoder(Chunk)
 
 
@@ -283,8 +271,8 @@ class DeltaReader:
         self.ended = why is not None
         delta = TokenDelta(
             token_ids=token_ids,
-            logprobs=() if self._top is None else self._logprobs(meta, len(token_ids)),
-            finish_reason=None if why is None else _REASONS.get(why.type, FinishReason.STOP),
+            logprobs=self._logprobs(meta, len(token_ids)),
+            finish_reason=None if why is None else finish_reason_named(why.type),
             stop_reason=None if why is None else _stopped_by(why),
             cached_tokens=cached,
             error=None if why is None else why.message,
@@ -305,28 +293,24 @@ class DeltaReader:
         return delta
 
     def _logprobs(self, meta: MetaInfo, count: int) -> tuple[TokenLogprob, ...]:
-        if not count:
+        if self._top is None or not count:
             return ()
         chosen = (meta.output_token_logprobs or [])[-count:]
         tops = (meta.output_top_logprobs or [None] * count)[-count:]
         if len(chosen) != count or len(tops) != count:
             raise EngineError(f"SGLang sent {len(chosen)} logprobs for {count} tokens")
         return tuple(
-            TokenLogprob(token_id=token, logprob=_value(value), top=self._best(top or []))
+            TokenLogprob(
+                token_id=token,
+                logprob=_value(value),
+                top=likeliest(((token, _value(value)) for value, token, _ in top or ()), self._top),
+            )
             for (value, token, _), top in zip(chosen, tops, strict=True)
         )
-
-    def _best(self, entries: list[Logprob]) -> tuple[tuple[int, float], ...]:
-        ordered = sorted(((token, _value(value)) for value, token, _ in entries), key=_by_value)
-        return tuple(ordered[: self._top])
 
 
 def _stopped_by(why: FinishedBecause) -> int | str | None:
     return None if isinstance(why.matched, list) else why.matched
-
-
-def _by_value(entry: tuple[int, float]) -> float:
-    return -entry[1]
 
 
 def _value(logprob: float | None) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from commutator import Memory
 from commutator.errors import ConfigError
-from commutator_engine_kit.connector_worker import Fence
+from commutator_engine_kit.connector_worker import Fence, cuda_fence, no_fence
 from commutator_engine_kit.kv import BlockArena
 
 __all__ = ["EngineMemory", "layout_regions", "pool_region"]
@@ -50,6 +50,7 @@ class EngineMemory:
         self._regions = list(regions)
         device = self._regions[0].device
         self._on_gpu = device.type == "cuda"
+        self._make_fence = cuda_fence if self._on_gpu else no_fence
         self.blocks = min(region.shape[0] for region in self._regions)
         self.block_bytes = sum(region.shape[1] for region in self._regions)
         count = min(host_bytes // self.block_bytes, 2 * self.blocks)
@@ -79,14 +80,14 @@ class EngineMemory:
             for region, piece in self._pieces():
                 for device_block, block in zip(device_blocks, blocks, strict=True):
                     self._host[block, piece].copy_(region[device_block], non_blocking=True)
-            return self._fence()
+            return self._make_fence()
 
     def from_host(self, blocks: Sequence[int], device_blocks: Sequence[int], stream: Any) -> Fence:
         with self._on(stream):
             for region, piece in self._pieces():
                 for block, device_block in zip(blocks, device_blocks, strict=True):
                     region[device_block].copy_(self._host[block, piece], non_blocking=True)
-            return self._fence()
+            return self._make_fence()
 
     def _pieces(self) -> list[tuple[torch.Tensor, slice]]:
         pieces, start = [], 0
@@ -97,11 +98,3 @@ class EngineMemory:
 
     def _on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream) if self._on_gpu else nullcontext()
-
-    def _fence(self) -> Fence:
-        if not self._on_gpu:
-            return lambda: True
-        event = torch.cuda.Event()
-        event.record()
-        query: Fence = event.query
-        return query

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
@@ -21,7 +23,6 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.preflight import gpu_memory_bytes
-from commutator_trtllm.__main__ import sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import PREFIX, as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
@@ -95,10 +96,10 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     )
     defaults = _tiers_environment(context) if command and context.tiers else {}
     env = server_environment(config, context, defaults)
-    argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
+    described = msgspec.json.encode(options).decode()
+    argv = (sys.executable, "-m", "commutator_trtllm", described, *command)
     if command:
         log_command(config, context, env, command)
-        argv = (*argv, "--", *command)
     return LaunchPlan(argv=argv, address=f"http://{context.advertise}:{context.port}", env=env)
 
 

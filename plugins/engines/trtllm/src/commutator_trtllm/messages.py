@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from commutator.errors import EngineError, RequestError
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
+    any_of,
     enforceable,
     sampling_parameters,
 )
@@ -60,7 +60,7 @@ def _response_format(constraint: Constraint) -> dict[str, Any]:
     """TensorRT-LLM's words for it; a choice is a regular expression there."""
     value = constraint.value
     if constraint.kind == "choice":
-        return {"type": "regex", "regex": "(" + "|".join(map(re.escape, value)) + ")"}
+        return {"type": "regex", "regex": any_of(value)}
     assert isinstance(value, str)
     match constraint.kind:
         case "json_object":

@@ -36,11 +36,12 @@ from commutator.contract.block import (
     cache_level,
 )
 from commutator.errors import ConfigError, TransferError
+from commutator_engine_kit.connector_worker import cuda_fence, no_fence
 from commutator_engine_kit.kv import KvConnector
 from commutator_engine_kit.model_identity import model_facts, served_identity
 from commutator_engine_kit.nixl import load_nixl
 from commutator_vllm.connector_metadata import ConnectorMetadata, WorkerReport, merged
-from commutator_vllm.kv_memory import arena_of, cuda_fence, no_fence
+from commutator_vllm.kv_memory import arena_of
 from commutator_vllm.kv_scheduler import TierScheduler
 from commutator_vllm.kv_worker import TierWorkerSide
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from commutator import Memory
 from commutator.errors import ConfigError
-from commutator_engine_kit.connector_worker import Fence
 from commutator_engine_kit.kv import BlockPart, ScatteredArena
 
-__all__ = ["arena_of", "block_parts", "cuda_fence", "dimensions", "no_fence"]
+__all__ = ["arena_of", "block_parts", "dimensions"]
 
 
 def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
@@ -101,18 +100,3 @@ def _block_axis(shape: Sequence[int], blocks: int) -> tuple[int, int]:
         if shape[axis] and shape[axis] % blocks == 0:
             return axis, shape[axis] // blocks
     raise ValueError(f"no dimension of {tuple(shape)} counts {blocks} KV blocks")
-
-
-def no_fence() -> Fence:
-    """A fence that is always passed: on a CPU a step is computed when it returns."""
-    return lambda: True
-
-
-def cuda_fence() -> Fence:
-    """A fence after all work launched on this thread's CUDA stream."""
-    import torch
-
-    event = torch.cuda.Event()
-    event.record()
-    done: Fence = event.query
-    return done

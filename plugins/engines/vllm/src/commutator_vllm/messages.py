@@ -12,6 +12,7 @@ from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
     enforceable,
+    likeliest,
     sampling_parameters,
 )
 
@@ -20,7 +21,6 @@ __all__ = [
     "GENERATE",
     "DeltaReader",
     "hands_over",
-    "likeliest",
     "request_body",
     "request_headers",
     "sampling_fields",
@@ -184,12 +184,7 @@ class DeltaReader(completions.CompletionReader[Chunk]):
         )
 
     def _best(self, entries: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-        return likeliest(dict(entries), self._top)
-
-
-def likeliest(logprobs: Mapping[int, float], count: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest entries. vLLM adds the chosen token, which may not be among them."""
-    return tuple(sorted(logprobs.items(), key=lambda entry: -entry[1])[:count])
+        return likeliest(dict(entries).items(), self._top)
 
 
 def _token_id(text: str) -> int:

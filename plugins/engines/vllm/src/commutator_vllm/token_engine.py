@@ -18,8 +18,8 @@ from commutator import (
 )
 from commutator.errors import CommutatorError, EngineUnavailableError
 from commutator_engine_kit import Emit, TokenEngine
-from commutator_engine_kit.completions import finish_reason_named
-from commutator_vllm.messages import hands_over, likeliest
+from commutator_engine_kit.completions import finish_reason_named, likeliest
+from commutator_vllm.messages import hands_over
 
 if TYPE_CHECKING:
     from commutator_vllm.async_llm import AsyncLlmEngine
@@ -101,7 +101,7 @@ class Outputs:
         return TokenLogprob(
             token_id=token_id,
             logprob=known.get(token_id, _LEAST_LOGPROB),
-            top=likeliest(known, self._top or 0),
+            top=likeliest(known.items(), self._top or 0),
         )
 
 
