@@ -20,6 +20,8 @@ contract version arguments may be added here, never removed or reordered.
                                            request_migrated, request_finished or request_failed,
                                            request_answered
 
+Those of registration and of the command line are here. Those of workers and requests are observing
+hooks: the methods of ``commutator.contract.observer.Observer``, without ``self``.
 Hooks are called in the process and event loop where the event happens, so they must not block.
 Observing hooks are called one after another. An exception is logged with the plugin's name: the
 request and the other plugins are not affected.
@@ -27,14 +29,12 @@ request and the other plugins are not affected.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:  # for annotations alone: listing commands imports this module, and nothing else
     from commutator.contract.commands import CommandRegister
-    from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
-    from commutator.contract.observer import AnsweredRequest
     from commutator.contract.registration import (
         AuthenticatorRegister,
         DisaggRegister,
@@ -56,16 +56,14 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         TierRegister,
         TuningRegister,
     )
-    from commutator.contract.request import RequestOutcome, RequestSummary
-    from commutator.contract.routing import Decision
-    from commutator.contract.worker import WorkerRecord
 
 __all__ = ["PROJECT", "hookimpl"]
 
 PROJECT = "commutator"
 """The name of the entry point group and of the pluggy project."""
 
-_hookspec = pluggy.HookspecMarker(PROJECT)
+hookspec = pluggy.HookspecMarker(PROJECT)
+"""Marks what plugins can implement; core's own."""
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's function as the hook of the same name. Hook wrappers are refused."""
 
@@ -73,7 +71,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 # ---------------------------------------------------------------- registration
 
 
-@_hookspec
+@hookspec
 def engine_register(register: EngineRegister) -> None:
     """Called once at start, in every process. Offer engine kinds.
 
@@ -83,7 +81,7 @@ def engine_register(register: EngineRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def router_register(register: RouterRegister) -> None:
     """Called once at start, in every process. Offer routing policies.
 
@@ -93,7 +91,7 @@ def router_register(register: RouterRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def route_stage_register(register: StageRegister) -> None:
     """Called once at start, in every process. Offer stages for the `pipeline` policy.
 
@@ -103,7 +101,7 @@ def route_stage_register(register: StageRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def disagg_register(register: DisaggRegister) -> None:
     """Called once at start, in every process. Offer disaggregation policies.
 
@@ -113,7 +111,7 @@ def disagg_register(register: DisaggRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def fairness_register(register: FairnessRegister) -> None:
     """Called once at start, in every process. Offer fairness policies: whose request is next.
 
@@ -123,7 +121,7 @@ def fairness_register(register: FairnessRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def tier_register(register: TierRegister) -> None:
     """Called once at start, in every process. Offer storage tiers for KV blocks.
 
@@ -132,7 +130,7 @@ def tier_register(register: TierRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def eviction_register(register: EvictionRegister) -> None:
     """Called once at start, in every process. Offer eviction policies for the tiers' blocks.
 
@@ -142,7 +140,7 @@ def eviction_register(register: EvictionRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def observer_register(register: ObserverRegister) -> None:
     """Called once at start, in every process. Offer observers: metrics, audit logs, traces.
 
@@ -153,7 +151,7 @@ def observer_register(register: ObserverRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def authenticator_register(register: AuthenticatorRegister) -> None:
     """Called once at start, in every process. Offer authenticators, which tell who sends a request.
 
@@ -163,7 +161,7 @@ def authenticator_register(register: AuthenticatorRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def limiter_register(register: LimiterRegister) -> None:
     """Called once at start, in every process. Offer limiters, which count requests against limits.
 
@@ -173,7 +171,7 @@ def limiter_register(register: LimiterRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def operations_register(register: OperationsRegister) -> None:
     """Called once at start, in every process. Offer operations: what operators see and do.
 
@@ -184,7 +182,7 @@ def operations_register(register: OperationsRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def registry_register(register: RegistryRegister) -> None:
     """Called once at start, in every process. Offer registries, where workers are announced.
 
@@ -194,7 +192,7 @@ def registry_register(register: RegistryRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def launcher_register(register: LauncherRegister) -> None:
     """Called once at start, in every process. Offer launchers, which start processes.
 
@@ -206,7 +204,7 @@ def launcher_register(register: LauncherRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def event_bus_register(register: EventBusRegister) -> None:
     """Called once at start, in every process. Offer event buses, which carry KV events.
 
@@ -216,7 +214,7 @@ def event_bus_register(register: EventBusRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def door_register(register: DoorRegister) -> None:
     """Called once at start, in every process. Offer doors: transports, such as HTTP.
 
@@ -226,7 +224,7 @@ def door_register(register: DoorRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def protocol_register(register: ProtocolRegister) -> None:
     """Called once at start, in every process. Offer protocols: what clients speak on a door.
 
@@ -235,7 +233,7 @@ def protocol_register(register: ProtocolRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def parser_register(register: ParserRegister) -> None:
     """Called once at start, in every process. Offer parsers: from a model's text to events.
 
@@ -245,7 +243,7 @@ def parser_register(register: ParserRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def planner_register(register: PlannerRegister) -> None:
     """Called once at start, in every process. Offer planners: how many workers demand needs.
 
@@ -255,7 +253,7 @@ def planner_register(register: PlannerRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def tuning_register(register: TuningRegister) -> None:
     """Called once at start, in every process. Offer tuning: which values options of policies have.
 
@@ -265,7 +263,7 @@ def tuning_register(register: TuningRegister) -> None:
     """
 
 
-@_hookspec
+@hookspec
 def command_register(register: CommandRegister) -> None:
     """Called whenever the command line lists or looks for commands of plugins. Offer commands.
 
@@ -274,113 +272,4 @@ def command_register(register: CommandRegister) -> None:
     point in the group ``commutator.commands`` names and which implements no other hook: it is
     imported for every ``commutator --help``, so it imports ``hookimpl`` and little else.
     Collect-all; must not block.
-    """
-
-
-# --------------------------------------------------------------------- workers
-
-
-@_hookspec
-def worker_up(worker: WorkerRecord) -> None:
-    """Called in each front door when a worker can be routed to. Observing; must not block.
-
-    Called again when a worker that was draining takes requests again.
-    """
-
-
-@_hookspec
-def worker_down(worker: WorkerRecord, reason: str) -> None:
-    """Called in each front door when a worker leaves routing. Observing; must not block.
-
-    ``reason``: "lease expired", "stopped", "draining", "failed" or "retired".
-    """
-
-
-# ------------------------------------------------------------------- a request
-
-
-@_hookspec
-def request_received(request: RequestSummary) -> None:
-    """Called in the front door once a request was validated and tokenized. Observing.
-
-    Every request that was received ends in exactly one ``request_finished`` or ``request_failed``.
-    """
-
-
-@_hookspec
-def request_queued(
-    request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
-) -> None:
-    """Called in the front door when a request that had to wait for a worker has one. Observing.
-
-    ``queue``: "router" where every worker was busy, "prefill" where every prefill worker was.
-    ``waited_s`` is the time in that queue, in seconds. Not called for a request that did not wait.
-    """
-
-
-@_hookspec
-def request_routed(request: RequestSummary, decision: Decision) -> None:
-    """Called in the front door when a worker was chosen, before it gets the request. Observing.
-
-    Called again for each further worker, after ``request_migrated``.
-    """
-
-
-@_hookspec
-def disagg_decided(request: RequestSummary, answer: DisaggAnswer) -> None:
-    """Called in the front door when the disaggregation policy has answered. Observing.
-
-    Only for models with a disaggregation policy and a prefill worker; once for each worker that
-    ``request_routed`` names.
-    """
-
-
-@_hookspec
-def kv_handed_over(request: RequestSummary, handover: HandoverOutcome) -> None:
-    """Called in the front door when both sides of a hand-over have ended. Observing.
-
-    Once for each try to prefill the request at another worker, successful or not.
-    """
-
-
-@_hookspec
-def request_first_token(request: RequestSummary, worker_id: str, ttft_s: float) -> None:
-    """Called in the front door with the first token of the answer. Observing.
-
-    ``ttft_s``: seconds since the request arrived at routing; time in queues counts.
-    """
-
-
-@_hookspec
-def request_migrated(
-    request: RequestSummary, from_worker: str, to_worker: str, reason: str, generated_tokens: int
-) -> None:
-    """Called in the front door when another worker continues a request. Observing.
-
-    ``reason``: "connection_lost", "incomplete_stream", "lease_expired", "drained" when the worker
-    was stopped while it drained, or "overloaded" when it refused the request.
-    ``generated_tokens``: length of the answer so far, 0 or more.
-    """
-
-
-@_hookspec
-def request_finished(request: RequestSummary, outcome: RequestOutcome) -> None:
-    """Called in the front door when the engine finished the request. Observing."""
-
-
-@_hookspec
-def request_failed(request: RequestSummary, error: BaseException, worker_id: str | None) -> None:
-    """Called in the front door when the request ended without a complete answer. Observing.
-
-    ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is the
-    worker that served it last, None when no worker was chosen.
-    """
-
-
-@_hookspec
-def request_answered(answered: AnsweredRequest) -> None:
-    """Called in the front door when a client's request ended, however. Observing.
-
-    Once for each request of a client, after what the hooks above say about its answers. Refused
-    requests and acts of administration come here too, and nowhere else; probes do not.
     """

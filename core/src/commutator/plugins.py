@@ -203,6 +203,7 @@ class PluginHost(PromptObserver):
         self.installed: list[Installed] = []
         self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
+        self._pluggy.add_hookspecs(Observer)
         self._trace = os.environ.get("COMMUTATOR_TRACE_HOOKS") == "1"
         self._listeners: dict[str, list[_Listener]] = {}
         self._observers: list[tuple[str, Observer]] = []
@@ -372,9 +373,7 @@ class PluginHost(PromptObserver):
                 f"entry point {installed.name} names the class {plugin.__name__}; "
                 "name a module or an instance",
             )
-        known = [
-            name for name in vars(hookspecs) if hasattr(vars(hookspecs)[name], f"{PROJECT}_spec")
-        ]
+        known = ["command_register", *self._catalogs, *OBSERVING_HOOKS]
         for name, member in inspect.getmembers(plugin, callable):
             if hasattr(member, f"{PROJECT}_impl") and name not in known:
                 hint = nearest(name, known).replace("known keys", "known hooks")
@@ -395,6 +394,8 @@ def _observing(hook: str) -> Callable[..., None]:
     return observe
 
 
+for _hook in OBSERVING_HOOKS:
+    hookspecs.hookspec(getattr(Observer, _hook))
 for _hook in _ALL_HOOKS:
     setattr(PluginHost, _hook, _observing(_hook))
 

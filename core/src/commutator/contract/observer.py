@@ -79,10 +79,10 @@ class Observer:
     """Watches the requests and workers of one front-door process. Override what you need.
 
     One instance is made for each `observers` entry in each front-door process. Every method but
-    ``start`` and ``stop`` is the observing hook of the same name; ``commutator.hookspecs`` says
-    when each is called and what its arguments mean. All are called in the process's event loop, so
-    they must not block. Arguments are passed by name. An exception is logged with the observer's
-    name; the request and the other observers are not affected.
+    ``start`` and ``stop`` is an observing hook, which a plugin can also implement as a function.
+    All are called in the process's event loop, so they must not block. Arguments are passed by
+    name. An exception is logged with the observer's name; the request and the other observers are
+    not affected.
     """
 
     async def start(self) -> None:
@@ -95,30 +95,55 @@ class Observer:
         """Called once, after the last request ended. An exception is logged."""
 
     def worker_up(self, worker: WorkerRecord) -> None:
-        """A worker can be routed to, for the first time or again after draining."""
+        """A worker can be routed to, for the first time or again after draining.
+
+        Called in each front door, as ``worker_down`` is.
+        """
 
     def worker_down(self, worker: WorkerRecord, reason: str) -> None:
-        """A worker left routing. ``reason``: "lease expired", "stopped", "draining" or "failed"."""
+        """A worker left routing.
+
+        ``reason``: "lease expired", "stopped", "draining", "failed" or "retired".
+        """
 
     def request_received(self, request: RequestSummary) -> None:
-        """A request was validated and tokenized. It ends in one of the last two methods."""
+        """A request was validated and tokenized.
+
+        It ends in exactly one ``request_finished`` or ``request_failed``.
+        """
 
     def request_queued(
         self, request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
     ) -> None:
-        """A request waited ``waited_s`` seconds for a worker and now has one."""
+        """A request that had to wait ``waited_s`` seconds for a worker now has one.
+
+        ``queue``: "router" where every worker was busy, "prefill" where every prefill worker was.
+        """
 
     def request_routed(self, request: RequestSummary, decision: Decision) -> None:
-        """A worker was chosen. Called again for each further worker."""
+        """A worker was chosen, and gets the request next.
+
+        Called again for each further worker, after ``request_migrated``.
+        """
 
     def disagg_decided(self, request: RequestSummary, answer: DisaggAnswer) -> None:
-        """The disaggregation policy answered for a request."""
+        """The disaggregation policy answered for a request.
+
+        Only for models with such a policy and a prefill worker; once for each worker that
+        ``request_routed`` names.
+        """
 
     def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
-        """Both sides of one hand-over ended, successfully or not."""
+        """Both sides of a hand-over ended, successfully or not.
+
+        Once for each try to prefill the request at another worker.
+        """
 
     def request_first_token(self, request: RequestSummary, worker_id: str, ttft_s: float) -> None:
-        """The first token came, ``ttft_s`` seconds after the request arrived at routing."""
+        """The first token came, ``ttft_s`` seconds after the request arrived at routing.
+
+        Time in queues counts.
+        """
 
     def request_migrated(
         self,
@@ -128,7 +153,11 @@ class Observer:
         reason: str,
         generated_tokens: int,
     ) -> None:
-        """Another worker continues a request after ``generated_tokens`` tokens of its answer."""
+        """Another worker continues a request after ``generated_tokens`` tokens of its answer.
+
+        ``reason``: "connection_lost", "incomplete_stream", "lease_expired", "drained" when the
+        worker was stopped while it drained, or "overloaded" when it refused the request.
+        """
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         """The engine finished the request."""
@@ -138,12 +167,15 @@ class Observer:
     ) -> None:
         """The request ended without a complete answer.
 
-        ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is None
-        when no worker was chosen.
+        ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is the
+        worker that served it last, None when no worker was chosen.
         """
 
     def request_answered(self, answered: AnsweredRequest) -> None:
-        """A client's request ended, however: once for each, also without any of the above."""
+        """A client's request ended, however: once for each, also without any of the above.
+
+        Refused requests and acts of administration come here too, and nowhere else; probes do not.
+        """
 
 
 OBSERVING_HOOKS = tuple(
