@@ -29,10 +29,11 @@ from tests.support.fuzz_process import (
 from tests.support.fuzz_target import KEY
 
 from commutator.contract.operations import OperationsContext
+from commutator.contract.planner import Arrivals
 from commutator.contract.protocol import DoorFacts
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
-from commutator.demand import DoorReport, RoleCounts
+from commutator.demand import DoorReport
 from commutator.engine.protocol import PROTOCOLS, Codec
 from commutator_console.console import Console
 from commutator_console.page import PAGE_PATHS
@@ -104,7 +105,7 @@ def test_the_token_api(target: FuzzedProcess) -> None:
 
 LIMITS = [900, 90_000, 9_000_000, 300]
 USED = [["tenant", 3, 90, [2, 1, 0, 5, 7]]]
-ARRIVED = {Role.BOTH: RoleCounts(requests=2, prompt_tokens=9, prompt_lengths={8: 2})}
+ARRIVED = {Role.BOTH: Arrivals(requests=2, prompt_tokens=9, prompt_lengths={8: 2})}
 
 
 def test_the_registry(target: FuzzedProcess) -> None:

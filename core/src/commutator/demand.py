@@ -17,32 +17,7 @@ from commutator.contract.planner import Arrivals, SampleSums
 from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
 
-__all__ = ["DoorReport", "DoorReports", "Reported", "RoleCounts"]
-
-
-@frozen(kw_only=True)
-class RoleCounts:
-    """Requests that arrived for a role, as ``Arrivals``, since the front door began."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    context_tokens: int = 0
-    prompt_lengths: Mapping[int, int] = field(factory=dict)
-    gaps_squared_s2: float = 0.0
-
-    def since(self, before: RoleCounts) -> RoleCounts:
-        """What was added."""
-        lengths = {
-            tokens: number - before.prompt_lengths.get(tokens, 0)
-            for tokens, number in self.prompt_lengths.items()
-        }
-        return RoleCounts(
-            requests=self.requests - before.requests,
-            prompt_tokens=self.prompt_tokens - before.prompt_tokens,
-            context_tokens=self.context_tokens - before.context_tokens,
-            prompt_lengths={tokens: number for tokens, number in lengths.items() if number},
-            gaps_squared_s2=self.gaps_squared_s2 - before.gaps_squared_s2,
-        )
+__all__ = ["DoorReport", "DoorReports", "Reported"]
 
 
 @frozen(kw_only=True)
@@ -53,8 +28,8 @@ class DoorReport:
     """Its name, with something random: a restarted front door is another one."""
     number: int
     """Of the report; counts from 1."""
-    arrived: Mapping[Role, RoleCounts] = field(factory=dict)
-    """On arrival: also requests that still wait."""
+    arrived: Mapping[Role, Arrivals] = field(factory=dict)
+    """Since it began; on arrival: also requests that still wait."""
     answers: int = 0
     """Answers that ended."""
     answer_tokens: int = 0
@@ -218,16 +193,15 @@ def _counted(seen: Reported, doors: Sequence[_Door]) -> Reported:
         return sum(count(door.newest) - count(door.counted) for door in doors)
 
     answers, firsts = new(lambda one: one.answers), new(lambda one: one.first_tokens)
-    arrived: dict[Role, list[RoleCounts]] = {}
+    arrived: dict[Role, list[Arrivals]] = {}
     arms: dict[int, tuple[ArmCounts, ArmCounts]] = {}
-    nothing = RoleCounts()
     for door in doors:
         before, tried = arms.get(door.newest.trial, (ArmCounts(), ArmCounts()))
         ended = _arms_since(door.newest, door.counted)
         arms[door.newest.trial] = before + ended[0], tried + ended[1]
         for role, counts in door.newest.arrived.items():
-            added = counts.since(door.counted.arrived.get(role, nothing))
-            arrived.setdefault(role, []).append(added)
+            before = door.counted.arrived.get(role, Arrivals())
+            arrived.setdefault(role, []).append(_added(counts, before))
 
     def ratio(part: int, whole: int) -> float | None:
         return part / whole if whole else None
@@ -270,7 +244,19 @@ def _arms_since(newest: DoorReport, counted: DoorReport) -> tuple[ArmCounts, Arm
     return newest.arms[0] - counted.arms[0], newest.arms[1] - counted.arms[1]
 
 
-def _merged(counts: Sequence[RoleCounts]) -> Arrivals:
+def _added(newest: Arrivals, before: Arrivals) -> Arrivals:
+    lengths = Counter(newest.prompt_lengths)
+    lengths.subtract(before.prompt_lengths)
+    return Arrivals(
+        requests=newest.requests - before.requests,
+        prompt_tokens=newest.prompt_tokens - before.prompt_tokens,
+        context_tokens=newest.context_tokens - before.context_tokens,
+        prompt_lengths={tokens: number for tokens, number in lengths.items() if number},
+        gaps_squared_s2=newest.gaps_squared_s2 - before.gaps_squared_s2,
+    )
+
+
+def _merged(counts: Sequence[Arrivals]) -> Arrivals:
     """The arrivals at all front doors, as if they had come to one."""
     lengths: Counter[int] = Counter()
     for one in counts:
@@ -285,7 +271,7 @@ def _merged(counts: Sequence[RoleCounts]) -> Arrivals:
     )
 
 
-def _gaps_squared(counts: Sequence[RoleCounts], requests: int) -> float:
+def _gaps_squared(counts: Sequence[Arrivals], requests: int) -> float:
     """The squared gaps of the merged arrivals, as each front door knows those of its own only.
 
     The squared variation of merged independent arrivals is about the mean of theirs, weighted by

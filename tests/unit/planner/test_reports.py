@@ -9,17 +9,17 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.contract.planner import SampleSums, length_bucket
+from commutator.contract.planner import Arrivals, SampleSums, length_bucket
 from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
-from commutator.demand import DoorReport, DoorReports, RoleCounts
+from commutator.demand import DoorReport, DoorReports
 
 
-def counts(*prompts: int, gaps_squared_s2: float = 0.0) -> RoleCounts:
+def counts(*prompts: int, gaps_squared_s2: float = 0.0) -> Arrivals:
     lengths: dict[int, int] = {}
     for tokens in prompts:
         lengths[length_bucket(tokens)] = lengths.get(length_bucket(tokens), 0) + 1
-    return RoleCounts(
+    return Arrivals(
         requests=len(prompts),
         prompt_tokens=sum(prompts),
         context_tokens=2 * sum(prompts),

@@ -11,10 +11,16 @@ from attrs import define, evolve, field
 from tests.support.connections import Sent
 from tests.support.planned_fleet import planner_of
 
-from commutator.contract.planner import PlannedWorker, PlannerBounds, WorkerPhase, length_bucket
+from commutator.contract.planner import (
+    Arrivals,
+    PlannedWorker,
+    PlannerBounds,
+    WorkerPhase,
+    length_bucket,
+)
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
-from commutator.demand import DoorReport, DoorReports, RoleCounts
+from commutator.demand import DoorReport, DoorReports
 from commutator.planning import ActionKind
 from commutator.registry.claims import PLANNER, Claim
 from commutator.registry.memory import MemoryRegistry
@@ -151,7 +157,7 @@ class Rig:
         self.number += 1
         for door in range(self.doors):
             mine = round(self.world.requests / self.doors)
-            counts = RoleCounts(
+            counts = Arrivals(
                 requests=mine,
                 prompt_tokens=mine * 100,
                 context_tokens=mine * 100,

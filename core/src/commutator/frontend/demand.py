@@ -16,11 +16,11 @@ from attrs import define, field
 
 from commutator.contract.disagg import HandoverOutcome
 from commutator.contract.observer import Observer
-from commutator.contract.planner import PlannerConfig, length_bucket
+from commutator.contract.planner import Arrivals, PlannerConfig, length_bucket
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.contract.worker import Role
-from commutator.demand import DoorReport, RoleCounts
+from commutator.demand import DoorReport
 from commutator.errors import CommutatorError
 from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.registry.claims import PLANNER
@@ -68,8 +68,8 @@ class _Counts:
         self.context_tokens += context_tokens
         self.lengths[length_bucket(uncached_tokens)] += 1
 
-    def frozen(self) -> RoleCounts:
-        return RoleCounts(
+    def frozen(self) -> Arrivals:
+        return Arrivals(
             requests=self.requests,
             prompt_tokens=self.prompt_tokens,
             context_tokens=self.context_tokens,

@@ -13,12 +13,13 @@ from commutator.contract.engine import EngineConfig
 from commutator.contract.planner import PlannedWorker, WorkerPhase
 from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.worker import EngineLoad, Role, WorkerRecord
+from commutator.demand import DoorReports
 from commutator.errors import CommutatorError, RegistryError
 from commutator.registry.claims import workers_only
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.specs import WorkerSpec
 
-__all__ = ["ActionResult", "Agent", "Fleet", "InFlight", "loaded"]
+__all__ = ["ActionResult", "Agent", "Fleet", "loaded"]
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,6 @@ class Agent(Protocol):
     async def run(self) -> None: ...
 
     async def load(self) -> EngineLoad | None: ...
-
-
-class InFlight(Protocol):
-    """What the front doors have in flight; ``DoorReports`` is one."""
-
-    def in_flight(self, worker_id: str) -> int: ...
-
-    def heard_since(self, time_s: float) -> bool: ...
 
 
 @frozen
@@ -111,7 +104,7 @@ class Fleet:
         clock: Callable[[], float],
         *,
         drain_timeout_s: float,
-        in_flight: InFlight | None = None,
+        in_flight: DoorReports | None = None,
         poll_s: float = _POLL_S,
     ) -> None:
         """``in_flight`` tells when a drained worker has no requests left.

@@ -301,13 +301,17 @@ class Supervisor:
             for spec in self._specs
         ]
 
-    def _make_fleet(
+    def _make_workers(
         self,
         registry: Registry,
+        address: str,
         clock: Callable[[], float],
         reports: DoorReports | None,
         bus: EventBus,
-    ) -> Fleet:
+    ) -> tuple[Fleet | PlacedFleet, list[asyncio.Task[None]]]:
+        """The fleet; the task of one on other hosts holds the claim to launch."""
+        if self._agents is not None:
+            return self._place_workers(self._agents, registry, address)
         runtime = self._config.runtime
 
         def make_agent(spec: WorkerSpec) -> WorkerAgent:
@@ -321,21 +325,10 @@ class Supervisor:
                 bus=bus,
             )
 
-        return Fleet(
+        fleet = Fleet(
             registry, make_agent, clock, drain_timeout_s=runtime.drain_timeout_s, in_flight=reports
         )
-
-    def _make_workers(
-        self,
-        registry: Registry,
-        address: str,
-        clock: Callable[[], float],
-        reports: DoorReports | None,
-        bus: EventBus,
-    ) -> tuple[Fleet | PlacedFleet, list[asyncio.Task[None]]]:
-        if self._agents is None:
-            return self._make_fleet(registry, clock, reports, bus), []
-        return self._place_workers(self._agents, registry, address)
+        return fleet, []
 
     def _place_workers(
         self, launcher: AgentLauncher, registry: Registry, address: str
