@@ -56,7 +56,7 @@ class Slots:
 
     async def request(self, number: int, priority: int = 0, ticks: int = 1) -> float:
         """Runs for some ticks of the loop; returns how long it waited."""
-        place = self.admission.place(priority)
+        place = self.admission.order.place(priority)
         now_s = asyncio.get_running_loop().time()
         result, waited_s = await self.admission.admit(
             place, now_s, lambda: self.attempt(number), again=False
@@ -226,7 +226,7 @@ async def test_an_attempt_that_fails_is_its_own_request_s_business() -> None:
 
     now_s = asyncio.get_running_loop().time()
     failing = asyncio.create_task(
-        workers.admission.admit(workers.admission.place(0), now_s, broken, again=False)
+        workers.admission.admit(workers.admission.order.place(0), now_s, broken, again=False)
     )
     await asyncio.sleep(0)
     behind = asyncio.create_task(workers.request(1))
