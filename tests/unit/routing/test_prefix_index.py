@@ -65,7 +65,7 @@ def test_ranks_have_caches_of_their_own() -> None:
     index.apply("w0", stored(0, 6), 1)
     index.apply("w0", BlocksCleared(), 0)
     assert index.match(HASHES) == {WorkerRank("w0", 1): Overlap(device=6)}
-    assert index.ranks() == [W0, WorkerRank("w0", 1)]
+    assert list(index._ranks) == [W0, WorkerRank("w0", 1)]
 
 
 def test_a_block_counts_for_its_fastest_tier() -> None:

@@ -103,10 +103,6 @@ class Dispatcher:
         """Requests that wait because every worker of the model is busy."""
         return self._models[model].placer.waiting
 
-    def models(self) -> Sequence[str]:
-        """Every model of the configuration, with or without workers."""
-        return list(self._models)
-
     def indexers(self) -> dict[str, KvIndexer]:
         """Each indexer once, by a name that is equal in front doors of one configuration."""
         return {

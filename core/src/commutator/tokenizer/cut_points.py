@@ -27,7 +27,7 @@ from typing import Any
 from attrs import frozen
 from tokenizers import Tokenizer
 
-__all__ = ["CutPoints", "cut_points_of", "find_cut_points"]
+__all__ = ["CutPoints", "cut_points_of", "find_cut_points", "llama_words", "steps_of"]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,15 +39,16 @@ def _cased(end: str) -> str:
     return rf"{_MARK}{_UPPER}*{_LOWER}+{end}|{_MARK}{_UPPER}+{_LOWER}*{end}"
 
 
+def llama_words(digits: str) -> str:
+    """The words of Llama 3, Qwen 2 and 3: they differ in how many digits stay together."""
+    return rf"{_CONTRACTION}|{_MARK}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}"
+
+
 _WORD_PATTERNS = frozenset(
     {
         # GPT-2
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        # Llama 3, Qwen 2 and 3: they differ in how many digits stay together
-        *(
-            rf"{_CONTRACTION}|{_MARK}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}"
-            for digits in (r"\p{N}{1,3}", r"\p{N}")
-        ),
+        *(llama_words(digits) for digits in (r"\p{N}{1,3}", r"\p{N}")),
         # Qwen 3.5
         (
             rf"{_CONTRACTION}|{_MARK}[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -140,8 +141,8 @@ def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
 
 def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:
     """``tokenizer`` is the content of a tokenizer.json."""
-    normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-    pre_tokenizers = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    normalizers = steps_of(tokenizer.get("normalizer"), "normalizers")
+    pre_tokenizers = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     added: Sequence[Mapping[str, Any]] = tokenizer.get("added_tokens") or ()
     around = _around(tokenizer.get("post_processor"))
     if around is None:
@@ -187,12 +188,13 @@ def _between_words(contents: Iterable[str]) -> list[str]:
     return parts
 
 
-def _steps(stage: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+def steps_of(stage: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """The steps of a stage of a tokenizer.json, whose sequences hold theirs under ``name``."""
     if stage is None:
         return []
     if stage["type"] != "Sequence":
         return [stage]
-    return [step for inner in stage[name] for step in _steps(inner, name)]
+    return [step for inner in stage[name] for step in steps_of(inner, name)]
 
 
 def _why_not(
@@ -270,7 +272,7 @@ def _overlapping_none(tokens: Iterable[str], others: Sequence[str]) -> list[str]
 def _around(stage: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Ids before and after a text; None when that is not known."""
     templates = [
-        step for step in _steps(stage, "processors") if step["type"] != "ByteLevel"
+        step for step in steps_of(stage, "processors") if step["type"] != "ByteLevel"
     ]  # which changes offsets only
     if not templates:
         return (), ()

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from commutator.errors import ConfigError
+from commutator.tokenizer.cut_points import llama_words
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = ["GgufTensor", "load_gguf", "read_gguf", "read_gguf_metadata", "tokenizer_from_gguf"]
@@ -146,12 +147,6 @@ class _Walk:
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
-# How Llama 3 and Qwen 2 cut text before merging; they differ in how many digits stay together.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 
 def _byte_level() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -162,7 +157,7 @@ def _single_digits() -> pre_tokenizers.PreTokenizer:
 
 
 def _words(digits: str) -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(_WORDS.format(digits=digits)), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(llama_words(digits)), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([words, plain])
 

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError, RequestError
-from commutator.tokenizer.cut_points import CutPoints, cut_points_of
+from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
 from commutator.tokenizer.encoder import FastTokenizer
 
 __all__ = [
@@ -194,7 +194,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     ConfigError for any other decoder.
     """
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
-    kinds = [step["type"] for step in _steps(decoder)]
+    kinds = [step["type"] for step in steps_of(decoder, "decoders")]
     if "ByteLevel" in kinds:
         convert, leading_space = _byte_level_bytes, False
     elif "ByteFallback" in kinds:
@@ -209,12 +209,6 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     for token, token_id in vocabulary.items():
         table[token_id] = convert(token)
     return TokenBytes(tuple(table), leading_space)
-
-
-def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
-        return []
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -530,10 +530,6 @@ class PrefixIndex:
             # Only now: until its blocks are gone, the slot's bit is set in their holders.
             heapq.heappush(self._free, slot)
 
-    def ranks(self) -> list[WorkerRank]:
-        """Every rank that has sent an event."""
-        return list(self._ranks)
-
     def statistics(self) -> IndexStatistics:
         orphans = sum(len(blocks.orphans) for blocks in self._ranks.values())
         return IndexStatistics(len(self._map), self._map.distinct_sets, len(self._ranks), orphans)
