@@ -17,7 +17,6 @@ import msgspec
 from commutator.config.kinds import config_converter
 from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
 from commutator.contract.launcher import LaunchPlan
-from commutator.contract.tier import TierConfig
 from commutator.errors import CommutatorError, ConfigError
 from commutator.launcher.child import (
     StartFailure,
@@ -51,13 +50,7 @@ class _Start:
     """The value of the environment variable, as JSON."""
 
     config: dict[str, Any]
-    model: ModelConfig
-    host: str
-    port: int
-    worker_id: str
-    tiers: list[TierConfig]
-    state_dir: str
-    kv_host: str
+    context: LaunchContext
 
 
 @attrs.frozen
@@ -74,16 +67,8 @@ class EngineStart:
 
 def engine_command(module: str, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
     """The launch plan that runs ``python -m module``, which calls ``run_engine_process``."""
-    start = {
-        "config": attrs.asdict(config),
-        "model": attrs.asdict(context.model),
-        "host": context.host,
-        "port": context.port,
-        "worker_id": context.worker_id,
-        "tiers": [attrs.asdict(tier) for tier in context.tiers],
-        "state_dir": str(context.state_dir),
-        "kv_host": context.kv_host,
-    }
+    described = {**attrs.asdict(context), "state_dir": str(context.state_dir)}
+    start = {"config": attrs.asdict(config), "context": described}
     return LaunchPlan(
         argv=(sys.executable, "-m", module),
         address=f"{context.advertise}:{context.port}",
@@ -105,14 +90,17 @@ def run_engine_process(
         sys.exit(f"{_VARIABLE} is not set: start this process with `commutator serve`")
     converter = config_converter(installed_plugins)
     start = structure(converter, msgspec.json.decode(raw), _Start)
+    context = start.context
     config = structure(converter, start.config, config_class)
     try:
-        tiers = make_tiers(start.tiers, installed_plugins(), start.worker_id) if start.tiers else ()
-        engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.kv_host))
+        name, tiers = context.worker_id, ()
+        if context.tiers:
+            tiers = make_tiers(context.tiers, installed_plugins(), name)
+        engine = build(config, EngineStart(context.model, name, tiers, context.kv_host))
     except (CommutatorError, OSError) as error:
-        _give_up(error, Path(start.state_dir))
+        _give_up(error, context.state_dir)
     calm_garbage_collector()
-    run_with_fast_loop(_serve(engine, start.host, start.port))
+    run_with_fast_loop(_serve(engine, context.host, context.port))
 
 
 def _give_up(error: CommutatorError | OSError, folder: Path) -> NoReturn:

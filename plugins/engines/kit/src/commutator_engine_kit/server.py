@@ -169,23 +169,23 @@ class _Connection:
         """Raises ValueError for what is no request."""
         try:
             request = self.known_codec.unpack_request(packed)
-        except RequestError as error:
-            self.frames.send(["refused", key, str(error), "request"])
-            return
-        except EngineError as error:
-            self.frames.send(["refused", key, str(error), "engine"])
+        except (RequestError, EngineError) as error:
+            self._refuse_request(key, error)
             return
         try:
             self.server.submit(self, key, request)
-        except RequestError as error:
-            self.frames.send(["refused", key, str(error), "request"])
-        except EngineOverloadedError as error:
-            self.frames.send(["refused", key, str(error), "overloaded"])
         except EngineUnavailableError:
             raise
+        except (RequestError, EngineOverloadedError) as error:
+            self._refuse_request(key, error)
         except Exception as error:
             log.exception("submitting %s failed", request.request_id)
             self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
+
+    def _refuse_request(self, key: int, error: CommutatorError) -> None:
+        kinds = {RequestError: "request", EngineOverloadedError: "overloaded"}
+        kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "engine")
+        self.frames.send(["refused", key, str(error), kind])
 
     @property
     def known_codec(self) -> Codec:

@@ -1,7 +1,7 @@
 """``python -m commutator_trtllm OPTIONS [SERVER...]``: a sidecar, and its server if given.
 
-OPTIONS are ``SidecarOptions`` as JSON. The server is started as a child process. When one of the two
-ends, the other is stopped.
+OPTIONS are ``SidecarOptions`` as JSON. The server is started as a child process. When one of the
+two ends, the other is stopped.
 """
 
 from __future__ import annotations

@@ -154,15 +154,12 @@ class Sidecar:
             await asyncio.sleep(_POLL_S)
 
     async def _answer_info(self, _: web.Request) -> web.Response:
-        if self._info is None:
-            return self._not_ready()
-        return web.Response(body=json.encode(self._info), content_type="application/json")
+        return self._answer(self._info)
 
     async def _answer_load(self, _: web.Request) -> web.Response:
-        if self._info is None:
-            return self._not_ready()
-        load = json.encode(self._statistics.load())
-        return web.Response(body=load, content_type="application/json")
+        return self._answer(self._statistics.load())
 
-    def _not_ready(self) -> web.Response:
-        return web.json_response({"error": self._problem}, status=503)
+    def _answer(self, value: object) -> web.Response:
+        if self._info is None:
+            return web.json_response({"error": self._problem}, status=503)
+        return web.Response(body=json.encode(value), content_type="application/json")
