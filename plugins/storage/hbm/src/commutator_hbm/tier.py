@@ -17,15 +17,13 @@ from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 __all__ = ["HbmConfig", "HbmTier"]
 
 
-def _known_device(config: HbmConfig, attribute: Attribute[Any], value: str) -> None:
-    del config
+def _known_device(_: HbmConfig, attribute: Attribute[Any], value: str) -> None:
     kind, _, number = value.partition(":")
     if value != "cpu" and not (kind == "cuda" and (number.isdecimal() or value == "cuda")):
         raise ValueError(f'{attribute.name}: expected "cpu" or "cuda:NUMBER", got "{value}"')
 
 
-def _given(config: HbmConfig, attribute: Attribute[Any], value: int | None) -> None:
-    del config
+def _given(_: HbmConfig, attribute: Attribute[Any], value: int | None) -> None:
     if value is None:
         raise ValueError(
             f"{attribute.name}: required: the size of a pool beside the engine's KV memory, which "

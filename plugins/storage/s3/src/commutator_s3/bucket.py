@@ -30,16 +30,13 @@ _GROWTH = 4
 _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, repr=False)
 class Credentials:
     """Credentials in plain text; None: use AWS's own chain."""
 
     access_key: str | None = None
     secret_key: str | None = None
     session_token: str | None = None
-
-    def __repr__(self) -> str:
-        return "Credentials(...)"
 
 
 @frozen

@@ -170,16 +170,13 @@ class Quota:
         self._orders: dict[str, OrderedDict[BlockKey, None]] = {}
         self._tenants: dict[BlockKey, str] = {}
 
-    def limit(self, tenant: str | None) -> int | None:
-        """In blocks; None: no limit."""
+    def is_full(self, tenant: str | None) -> bool:
+        """Whether the tenant has as many blocks as it may have."""
         tenant = _owner(tenant)
         share = self._shares.get(tenant, self._share) if tenant is not None else None
-        return None if share is None else int(share * self.capacity)
-
-    def is_full(self, tenant: str | None) -> bool:
-        tenant = _owner(tenant)
-        limit = self.limit(tenant)
-        return tenant is not None and limit is not None and self._counts.get(tenant, 0) >= limit
+        if tenant is None or share is None:
+            return False
+        return self._counts.get(tenant, 0) >= int(share * self.capacity)
 
     def claim(self, key: BlockKey, tenant: str | None) -> None:
         """Count a block of the tenant that is on its way to the tier."""

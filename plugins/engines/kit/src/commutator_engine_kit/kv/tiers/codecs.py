@@ -12,7 +12,7 @@ from attrs import frozen
 from commutator.contract.block import KEY_BYTES, BlockKey
 from commutator.contract.tier import BlockSeal
 from commutator_engine_kit.kv.arena import checksum
-from commutator_engine_kit.kv.tiers.keys import SealingError, TierKey, needed
+from commutator_engine_kit.kv.tiers.keys import CodecError, TierKey, needed
 
 __all__ = [
     "HEADER_BYTES",
@@ -31,10 +31,6 @@ __all__ = [
     "identity_with",
     "seals_of",
 ]
-
-
-class CodecError(ValueError):
-    """The bytes cannot be decoded."""
 
 
 class Codec(ABC):
@@ -74,11 +70,9 @@ class Zstd(Codec):
         self._decompressor = self._module.ZstdDecompressor()
 
     def encode(self, data: memoryview, key: bytes) -> bytes:
-        del key
         return bytes(self._compressor.compress(data))
 
     def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
-        del key
         try:
             size = self._module.frame_content_size(data)
             if not 0 <= size <= max_bytes:
@@ -98,11 +92,9 @@ class Lz4(Codec):
         self._frame = needed("lz4.frame", "compression: lz4")
 
     def encode(self, data: memoryview, key: bytes) -> bytes:
-        del key
         return bytes(self._frame.compress(data))
 
     def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
-        del key
         try:
             decompressor = self._frame.LZ4FrameDecompressor()
             plain = bytes(decompressor.decompress(data, max_length=max_bytes))
@@ -118,8 +110,10 @@ class _Keyed(Codec):
 
     overhead_bytes = TierKey.block_overhead_bytes
 
-    def __init__(self, keys: Sequence[TierKey]) -> None:
-        self.keys = keys
+    conceals: bool
+
+    def __init__(self, secret: bytes, *read_secrets: bytes) -> None:
+        self.keys = [TierKey(one, conceals=self.conceals) for one in (secret, *read_secrets)]
         """The current one, and then those that are only read."""
 
     @property
@@ -134,13 +128,9 @@ class _Keyed(Codec):
         return self.keys[0].seal_block(data, key)
 
     def decode(self, data: memoryview, key: bytes, max_bytes: int) -> memoryview:
-        del max_bytes  # opening only shortens
         for tier_key in self.keys:
-            if tier_key.owns(data):
-                try:
-                    return tier_key.open_block(data, key)
-                except SealingError as error:
-                    raise CodecError(str(error)) from error
+            if tier_key.owns(data):  # opening only shortens
+                return tier_key.open_block(data, key)
         raise CodecError("it was not sealed with any of this tier's keys")
 
 
@@ -152,18 +142,14 @@ class AesGcm(_Keyed):
     """
 
     name = "aes-gcm"
-
-    def __init__(self, secret: bytes, *read_secrets: bytes) -> None:
-        super().__init__([TierKey(one, conceals=True) for one in (secret, *read_secrets)])
+    conceals = True
 
 
 class Gmac(_Keyed):
     """AES-GMAC: as ``AesGcm``, but the data stay readable, with an authentic tag before them."""
 
     name = "gmac"
-
-    def __init__(self, secret: bytes, *read_secrets: bytes) -> None:
-        super().__init__([TierKey(one, conceals=False) for one in (secret, *read_secrets)])
+    conceals = False
 
 
 def chain_name(codecs: Sequence[Codec]) -> str:

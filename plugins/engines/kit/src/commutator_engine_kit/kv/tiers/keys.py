@@ -20,7 +20,7 @@ from commutator.contract.block import KEY_BYTES, BlockKey
 from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
 
-__all__ = ["SealingError", "TierKey", "needed"]
+__all__ = ["CodecError", "TierKey", "needed"]
 
 _ID_BYTES = 8
 _NONCE_BYTES = 12
@@ -29,8 +29,8 @@ _RECORD_NONCE_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 
 
-class SealingError(ValueError):
-    """The bytes were not sealed with this key for this block."""
+class CodecError(ValueError):
+    """The bytes cannot be decoded."""
 
 
 class TierKey(BlockSeal):
@@ -85,7 +85,7 @@ class TierKey(BlockSeal):
         return sealed[:_ID_BYTES] == self._id
 
     def open_block(self, sealed: memoryview, key: BlockKey) -> memoryview:
-        """The bytes of a block that this key sealed. Raises SealingError."""
+        """The bytes of a block that this key sealed. Raises CodecError."""
         cipher = self._gcm(_mac(self._block_secret, key))
         body = sealed[_ID_BYTES + _NONCE_BYTES :]
         nonce = bytes(sealed[_ID_BYTES : _ID_BYTES + _NONCE_BYTES])
@@ -94,7 +94,7 @@ class TierKey(BlockSeal):
                 return memoryview(cipher.decrypt(nonce, body, None))
             cipher.decrypt(nonce, body[:_TAG_BYTES], body[_TAG_BYTES:])
         except (self._invalid, ValueError) as error:
-            raise SealingError("it was not sealed for this block with this key") from error
+            raise CodecError("it was not sealed for this block with this key") from error
         return body[_TAG_BYTES:]
 
     def with_identity(self, identity: str) -> BlockSeal:

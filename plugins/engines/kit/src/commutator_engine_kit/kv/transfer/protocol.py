@@ -261,7 +261,6 @@ class PullHandover(HandoverStyle):
     def decode_request(
         self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
-        del handed
         info = handover.prefill.info.handover
         if info is None or info.address is None:
             raise EngineHandoverError(f"worker {handover.prefill.worker_id} cannot hand KV over")
