@@ -33,7 +33,7 @@ from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.replica_sync import ReplicaSync
 from commutator_engine_kit.kv.transfer.protocol import DecodeTransferParams, ExportedMemory
 from commutator_engine_kit.kv.transfer.puller import Puller, PullTimes
-from commutator_engine_kit.kv.transfer.reader import BlockReader, PromptBlock, ReadTarget
+from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator_peer.config import PeerTierConfig
 from commutator_peer.tier import PeerTier
 
@@ -63,15 +63,10 @@ class Believed:
         """Answers to a lease."""
 
 
-class _NothingMoves(BlockReader):
-    """Says that every block was read."""
+class _NothingMoves:
+    """A ``BlockMover`` that says that every block was read."""
 
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def nixl_bytes(self) -> int:
-        return 0
+    nixl_bytes = 0
 
     async def fetch(
         self,

@@ -22,7 +22,7 @@ from commutator_engine_kit.kv.transfer.protocol import (
     handover_keys,
 )
 from commutator_engine_kit.kv.transfer.puller import Pull, PullTimes
-from commutator_engine_kit.kv.transfer.reader import BlockReader, PromptBlock, ReadTarget
+from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator_engine_kit.kv.transfer.sources import Connection, Sources
 
 INFO = KvTransferInfo(protocol="pull-1", identity="weights", block_size=4, token_bytes=8)
@@ -61,7 +61,7 @@ class Prefill(Connection):
 
 
 @define(slots=False)
-class Mover(BlockReader):
+class Mover:
     bad: frozenset[int] = frozenset()
     fetched: list[int] = field(factory=list)
 

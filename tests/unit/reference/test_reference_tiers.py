@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
+from commutator.contract.block import BlockKey
 from commutator_engine_kit.kv.loads import Loads
+from commutator_engine_kit.kv.tier_stack import OnboardTicket
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.engine import EngineOptions
@@ -115,7 +118,13 @@ def test_preemption_with_tiers_changes_nothing(expected: list[list[int]], tmp_pa
 def load_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compute these few tokens may take less time than to load them."""
     plan = Loads.plan
-    monkeypatch.setattr(Loads, "plan", lambda *planned: plan(*planned[:-1], None))
+
+    def everything(
+        loads: Loads, request_id: str, keys: Sequence[BlockKey], first: int, _: float | None
+    ) -> OnboardTicket:
+        return plan(loads, request_id, keys, first, None)
+
+    monkeypatch.setattr(Loads, "plan", everything)
 
 
 def test_what_the_arena_forgets_is_stored_just_before(

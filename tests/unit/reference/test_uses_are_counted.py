@@ -57,8 +57,10 @@ def test_a_load_is_one_use() -> None:
         serve(tiered, 0, 1, 1, *range(10, 18))
         manager = tiered.connector._stack.manager
         assert manager._uses is not None
-        uses = dict(manager._uses._counts)
+        uses = dict(manager._uses._counts._values)
         serve(tiered, 100, 1)
         assert tiered.loaded()["dram"] == FULL_BLOCKS
-        loaded = {one: count for one, count in manager._uses._counts.items() if uses.get(one) == 2}
+        loaded = {
+            one: count for one, count in manager._uses._counts._values.items() if uses.get(one) == 2
+        }
         assert set(loaded.values()) == {3}

@@ -17,7 +17,7 @@ from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 __all__ = ["HbmConfig", "HbmTier"]
 
 
-def _known_device(_: HbmConfig, attribute: Attribute[Any], value: str) -> None:
+def _known_device(_config: HbmConfig, attribute: Attribute[Any], value: str) -> None:
     kind, _, number = value.partition(":")
     if value != "cpu" and not (kind == "cuda" and (number.isdecimal() or value == "cuda")):
         raise ValueError(f'{attribute.name}: expected "cpu" or "cuda:NUMBER", got "{value}"')

@@ -27,7 +27,7 @@ from commutator_engine_kit.kv.transfer.protocol import (
     WatchRequest,
     handover_keys,
 )
-from commutator_engine_kit.kv.transfer.reader import BlockReader, PromptBlock, ReadTarget
+from commutator_engine_kit.kv.transfer.reader import BlockMover, PromptBlock, ReadTarget
 from commutator_engine_kit.kv.transfer.sources import Sources
 
 __all__ = ["Pull", "PullResult", "PullTimes", "Puller"]
@@ -68,7 +68,7 @@ class Pull:
     request: GenerateRequest
     own: KvTransferInfo
     sources: Sources
-    mover: BlockReader
+    mover: BlockMover
     times: PullTimes
     good_tokens: int = 0
     """Tokens at the beginning of the target whose KV has arrived and is verified."""
@@ -220,7 +220,7 @@ class Puller:
 
     def __init__(
         self,
-        mover: BlockReader,
+        mover: BlockMover,
         own: KvTransferInfo,
         on_news: Callable[[], None],
         times: PullTimes | None = None,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
 import xxhash
 from attrs import define, field, frozen
@@ -30,6 +31,7 @@ from commutator_engine_kit.nixl.moves import (
 )
 
 __all__ = [
+    "BlockMover",
     "BlockReader",
     "PromptBlock",
     "ReadPlan",
@@ -86,6 +88,32 @@ class ReadTarget:
         self.under_way -= 1
         if not self.under_way:
             self.on_released()
+
+
+class BlockMover(Protocol):
+    """Reads blocks for a ``Puller``: ``BlockReader``, or a simulation of it."""
+
+    async def fetch(
+        self,
+        source: ExportedMemory,
+        blocks: Sequence[PromptBlock],
+        target: ReadTarget,
+        timeout_s: float,
+    ) -> list[str | None]:
+        """Read these blocks and verify each. Returns None for each, or why it was not read.
+
+        Several calls may run at a time. A cancelled call gives up its reads. ``target.begin`` is
+        called before the first write to the target, and ``target.end`` after the last one.
+        """
+        ...
+
+    @property
+    def nixl_bytes(self) -> int:
+        """Bytes moved, from NIXL's telemetry; any thread may read it."""
+        ...
+
+    def forget(self, source: ExportedMemory) -> None:
+        """Disconnect from a process that has ended."""
 
 
 @define(eq=False)
@@ -152,11 +180,6 @@ class BlockReader:
         target: ReadTarget,
         timeout_s: float,
     ) -> list[str | None]:
-        """Read these blocks and verify each. Returns None for each, or why it was not read.
-
-        Several calls may run at a time. A cancelled call gives up its reads. ``target.begin`` is
-        called before the first write to the target, and ``target.end`` after the last one.
-        """
         info = source.info
         shapes = BlockShapes(info.block_size, self._block_tokens, info.token_bytes, self._runs)
         size_bytes = len(blocks) * source.block_bytes
@@ -171,11 +194,9 @@ class BlockReader:
 
     @property
     def nixl_bytes(self) -> int:
-        """Bytes moved, from NIXL's telemetry; any thread may read it."""
         return sum(lane.nixl_bytes for lane in self._lanes)
 
     def forget(self, source: ExportedMemory) -> None:
-        """Disconnect from a process that has ended."""
         for lane in self._lanes:
             lane.forget(source)
 
