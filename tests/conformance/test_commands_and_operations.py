@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.front_door import FakeDispatcher, make_services
 
 from commutator.contract.operations import Operations, OperationsContext
-from commutator_console.console import Console
+from commutator_console.live import Console
 from commutator_testing import CommandContract, OperationsContract
 
 

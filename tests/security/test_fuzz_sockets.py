@@ -35,7 +35,7 @@ from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
 from commutator.demand import DoorReport
 from commutator.engine.protocol import PROTOCOLS, Codec
-from commutator_console.console import Console
+from commutator_console.live import Console
 from commutator_console.page import PAGE_PATHS
 from commutator_http.app import build_app, build_local_app
 from commutator_http.config import HttpConfig

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.reference_integrity import check_pool
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, CacheIdentity
+from commutator_engine_kit.kv import event_hash
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 
 BLOCK_SIZE = 2
@@ -113,7 +114,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
                     self.announced -= {h for h in hashes if isinstance(h, int)}
                 case BlocksCleared():
                     self.announced.clear()
-        indexed = {identity.event_hash for identity in self.pool._identities if identity}
+        indexed = {event_hash(identity.digest) for identity in self.pool._identities if identity}
         assert self.announced == indexed
 
     def teardown(self) -> None:

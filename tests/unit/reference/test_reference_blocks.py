@@ -29,9 +29,8 @@ def test_a_digest_chains_the_parent_and_the_tokens() -> None:
     assert first.digest == sha256(root + bytes([1, *[0] * 7, 2, 1, *[0] * 6])).digest()
     second = first.child([3])
     assert second.digest == sha256(first.digest + bytes([3, *[0] * 7])).digest()
-    assert second.event_hash == int.from_bytes(second.digest[-8:], "big")
-    assert second.parent_event_hash == first.event_hash
-    assert first.parent_event_hash is None
+    assert second.parent_digest == first.digest
+    assert first.parent_digest is None
 
 
 def test_no_two_namespaces_share_a_root() -> None:

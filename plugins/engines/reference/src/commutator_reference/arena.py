@@ -37,14 +37,8 @@ class KVArena:
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_size = config.head_size
-        shape = (
-            num_blocks,
-            config.num_layers,
-            2,
-            config.num_kv_heads,
-            block_size,
-            config.head_size,
-        )
+        sides = (num_blocks, config.num_layers, 2)
+        shape = (*sides, config.num_kv_heads, block_size, config.head_size)
         self.tensor = _zeros(shape, device, dtype)
         self._runs = self.tensor.view(-1, block_size * config.head_size)
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]

@@ -56,16 +56,6 @@ class BlockIdentity:
         digest = next_key(self.digest, token_ids)
         return BlockIdentity(self.namespace, self.digest, tuple(token_ids), digest)
 
-    @property
-    def event_hash(self) -> int:
-        """The low 64 bits of the digest, unsigned: this block's name in KV events."""
-        return event_hash(self.digest)
-
-    @property
-    def parent_event_hash(self) -> int | None:
-        """The parent's name in KV events; None for a first block."""
-        return None if self.parent_digest is None else event_hash(self.parent_digest)
-
 
 class BlockPool:
     """Reference-counted blocks with a prefix cache over the full ones.
@@ -284,14 +274,15 @@ class BlockPool:
         return identity
 
     def _stored(self, identity: BlockIdentity) -> None:
+        digest = identity.parent_digest
+        parent = None if digest is None else event_hash(digest)
+        hashes: tuple[int, ...] = (event_hash(identity.digest),)
+        token_ids = identity.token_ids
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and last.block_hashes[-1] == identity.parent_event_hash:
-            hashes = (*last.block_hashes, identity.event_hash)
-            parent, token_ids = last.parent_block_hash, last.token_ids + identity.token_ids
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
+            hashes, token_ids = last.block_hashes + hashes, last.token_ids + token_ids
+            parent = last.parent_block_hash
             self._events.pop()
-        else:
-            hashes = (identity.event_hash,)
-            parent, token_ids = identity.parent_event_hash, identity.token_ids
         space = identity.namespace
         stored = BlockStored(
             block_hashes=hashes,
@@ -304,6 +295,6 @@ class BlockPool:
         self._events.append(stored)
 
     def _removed(self, identities: Iterable[BlockIdentity]) -> None:
-        hashes = tuple(identity.event_hash for identity in identities)
+        hashes = tuple(event_hash(identity.digest) for identity in identities)
         if hashes:
             self._events.append(BlockRemoved(block_hashes=hashes))

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 
@@ -280,13 +280,7 @@ class ReferenceEngine:
             self._tier_events += self._tiering.update()
         if self._handover is not None:
             unserved += self._handover.pulls.update()
-        deltas: Deltas = []
-        for key, why in unserved:
-            self._scheduler.remove(key)
-            failed = TokenDelta(
-                finish_reason=FinishReason.ERROR, error=f"hand-over: {why}", handover_failed=True
-            )
-            deltas.append((key, failed))
+        deltas = [self._failed(key, f"hand-over: {why}", handover=True) for key, why in unserved]
         deltas += self._hand_over()
         step = self._scheduler.schedule()
         if self._tiering is not None:
@@ -320,7 +314,8 @@ class ReferenceEngine:
             return []  # all of it is aborted, and will be removed before the next step
         except Exception as error:
             log.exception("step failed; its %d requests end with an error", len(step.chunks))
-            return self._fail((chunk.key for chunk in step.chunks), error)
+            why = f"{type(error).__name__}: {error}"
+            return [self._failed(chunk.key, why) for chunk in step.chunks]
         # Only now may other requests reuse the step's KV.
         self._scheduler.complete(step)
         handed = self._hand_over()
@@ -350,7 +345,7 @@ class ReferenceEngine:
             stop = find_stop(sequence, eos_ids, self.max_model_len, self._decode)
         except Exception as error:
             log.exception("search for stop strings failed")
-            return self._fail([key], error)
+            return [self._failed(key, f"{type(error).__name__}: {error}")]
         delta = TokenDelta(
             token_ids=(sampled.token_id,),
             logprobs=() if sampled.logprob is None else (sampled.logprob,),
@@ -364,13 +359,11 @@ class ReferenceEngine:
             delta = evolve(delta, finish_reason=stop.finish_reason, stop_reason=stop.stop_reason)
         return [(key, delta)]
 
-    def _fail(self, keys: Iterable[int], error: Exception) -> Deltas:
-        deltas = []
-        for key in keys:
-            self._scheduler.remove(key)
-            why = f"{type(error).__name__}: {error}"
-            deltas.append((key, TokenDelta(finish_reason=FinishReason.ERROR, error=why)))
-        return deltas
+    def _failed(self, key: int, why: str, *, handover: bool = False) -> tuple[int, TokenDelta]:
+        """Remove a request; returns its last delta."""
+        self._scheduler.remove(key)
+        reason = FinishReason.ERROR
+        return key, TokenDelta(finish_reason=reason, error=why, handover_failed=handover)
 
     def _publish_events(self) -> None:
         events = self.pool.take_events() + self._tier_events

@@ -129,15 +129,9 @@ class EventFeed:
             if (block := self._blocks.get(key)) is not None:
                 block.places += 1
             else:
-                stored = BlockStored(
-                    block_hashes=(key,),
-                    parent_block_hash=parent,
-                    token_ids=tuple(tokens[index * size : (index + 1) * size]),
-                    block_size=size,
-                    adapter=adapter,
-                    cache_salt=cache_salt,
-                )
-                self._blocks[key] = _Block(stored)
+                own = list(tokens[index * size : (index + 1) * size])
+                stored = _Stored([key], parent, own, adapter, cache_salt, first + index + 1)
+                self._blocks[key] = _Block(stored.event(size))
             parent = key
 
     def moved(self, event: Offloaded | Removed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,13 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator top`, `commutator route` and `commutator kv`."""
-    register("top", "Show a running deployment live, in the terminal.", _top)
-    register("route", "Show where a prompt is routed, and why.", _route)
-    register("kv", "Show and change the KV blocks in storage tiers.", _kv)
+    for name, module, text in (
+        ("top", "top", "Show a running deployment live, in the terminal."),
+        ("route", "route", "Show where a prompt is routed, and why."),
+        ("kv", "kv.command", "Show and change the KV blocks in storage tiers."),
+    ):
+        register(name, text, partial(_command, module, name))
 
 
-def _top() -> Any:
-    return import_module("commutator_console.top").top
-
-
-def _route() -> Any:
-    return import_module("commutator_console.route").route
-
-
-def _kv() -> Any:
-    return import_module("commutator_console.kv.command").kv
+def _command(module: str, name: str) -> Any:
+    return getattr(import_module(f"commutator_console.{module}"), name)

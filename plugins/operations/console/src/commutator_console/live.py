@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,12 @@ from aiohttp import web
 import commutator
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
 from commutator.contract.observer import Observer
-from commutator.contract.operations import OperationsRoute
+from commutator.contract.operations import (
+    Operations,
+    OperationsContext,
+    OperationsDoor,
+    OperationsRoute,
+)
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.routing import Decision
 from commutator.contract.tier import UNBOUNDED
@@ -37,6 +42,7 @@ from commutator.contract.worker import EngineLoad, WorkerRecord
 from commutator.errors import OverloadedError
 from commutator.frontend import FrontendServices
 from commutator.routing.workers import WorkerStatus
+from commutator_console.page import page_routes
 from commutator_console.snapshot import (
     DoorPart,
     Event,
@@ -55,7 +61,7 @@ from commutator_console.snapshot import (
     worker_row,
 )
 
-__all__ = ["LIVE_PATH", "LiveFeed", "Recorder", "live_routes"]
+__all__ = ["LIVE_PATH", "Console", "LiveFeed", "Recorder", "live_routes"]
 
 log = logging.getLogger(__name__)
 
@@ -457,3 +463,14 @@ async def _send(request: web.Request, response: web.StreamResponse, data: bytes)
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("a watcher of the live view does not read") from None
+
+
+class Console(Operations):
+    """The live view, and the page that shows it. All doors of a process share one feed."""
+
+    def __init__(self, context: OperationsContext) -> None:
+        self.feed = LiveFeed(context.services, context.local_socket)
+
+    def routes(self, door: OperationsDoor) -> Iterator[OperationsRoute]:
+        yield from live_routes(self.feed)
+        yield from page_routes(chat=door.serves_clients, needs_key=door.needs_key)

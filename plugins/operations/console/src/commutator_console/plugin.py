@@ -10,7 +10,7 @@ from commutator.contract.registration import OperationsRegister
 
 
 def _console(_: OperationsConfig, context: OperationsContext) -> Operations:
-    made: Operations = import_module("commutator_console.console").Console(context)
+    made: Operations = import_module("commutator_console.live").Console(context)
     return made
 
 

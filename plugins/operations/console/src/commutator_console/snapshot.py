@@ -237,25 +237,23 @@ def kv_totals(statistics: Mapping[str, KvStatistics]) -> dict[str, tuple[str, Co
     return found
 
 
+def _rate(count: float, elapsed_s: float) -> float | None:
+    return count / elapsed_s if elapsed_s else None
+
+
 def requests(counted: Counters, elapsed_s: float, parts: Sequence[DoorPart]) -> dict[str, Any]:
     """Requests now and by second; rates are None before there is a second look."""
     endings: Mapping[str, float] = counted.get("requests", {})
-
-    def rate(count: float) -> float | None:
-        return count / elapsed_s if elapsed_s else None
-
+    counts = {name: endings.get(name, 0) for name in ("refused", "failed")} | {
+        name: counted.get(name, 0)
+        for name in ("routed", "prompt_tokens", "cached_tokens", "output_tokens", "migrations")
+    }
     return {
         "running": sum(part.running for part in parts),
         "queued": sum(part.queued for part in parts),
         "waiting": sum(part.waiting for part in parts),
-        "per_s": rate(sum(endings.values())),
-        "refused_per_s": rate(endings.get("refused", 0)),
-        "failed_per_s": rate(endings.get("failed", 0)),
-        "routed_per_s": rate(counted.get("routed", 0)),
-        "prompt_tokens_per_s": rate(counted.get("prompt_tokens", 0)),
-        "cached_tokens_per_s": rate(counted.get("cached_tokens", 0)),
-        "output_tokens_per_s": rate(counted.get("output_tokens", 0)),
-        "migrations_per_s": rate(counted.get("migrations", 0)),
+        "per_s": _rate(sum(endings.values()), elapsed_s),
+        **{f"{name}_per_s": _rate(count, elapsed_s) for name, count in counts.items()},
         "ttft": latency(counted.get("ttft", {}), TTFT_BUCKETS_S),
         "itl": latency(counted.get("itl", {}), ITL_BUCKETS_S),
     }
@@ -299,7 +297,7 @@ def flows(moved: Mapping[str, Counters], elapsed_s: float) -> list[dict[str, Any
         {
             "source": source,
             "target": target,
-            "blocks_per_s": blocks / elapsed_s if elapsed_s else None,
+            "blocks_per_s": _rate(blocks, elapsed_s),
         }
         for source, targets in total.items()
         for target, blocks in targets.items()
@@ -313,19 +311,15 @@ def handovers(counted: Counters, elapsed_s: float, most: int) -> list[dict[str, 
         {
             "prefill": prefill,
             "decode": decode,
-            "per_s": found["count"] / elapsed_s if elapsed_s else None,
-            "bytes_per_s": found["bytes"] / elapsed_s if elapsed_s else None,
+            "per_s": _rate(found["count"], elapsed_s),
+            "bytes_per_s": _rate(found["bytes"], elapsed_s),
             "failed": int(found["failed"]),
         }
         for prefill, decodes in pairs.items()
         for decode, found in decodes.items()
         if found["count"] or found["failed"]
     ]
-    return sorted(rows, key=_bytes_per_s, reverse=True)[:most]
-
-
-def _bytes_per_s(row: Mapping[str, Any]) -> float:
-    return row["bytes_per_s"] or 0.0
+    return sorted(rows, key=lambda row: row["bytes_per_s"] or 0.0, reverse=True)[:most]
 
 
 def principals(counted: Counters, elapsed_s: float, most: int) -> tuple[list[dict[str, Any]], int]:
@@ -335,7 +329,7 @@ def principals(counted: Counters, elapsed_s: float, most: int) -> tuple[list[dic
     def row(name: str, counts: Mapping[str, float]) -> dict[str, Any]:
         prompt = counts.get("prompt_tokens", 0)
         used = {
-            f"{what}_per_s": counts.get(what, 0) / elapsed_s if elapsed_s else None
+            f"{what}_per_s": _rate(counts.get(what, 0), elapsed_s)
             for what in ("requests", "prompt_tokens", "output_tokens", "refused")
         }
         rate = counts.get("cached_tokens", 0) / prompt if prompt else None
@@ -365,20 +359,9 @@ def worker_row(
     unbounded: int,
 ) -> dict[str, Any]:
     """One worker; ``requests`` are those in flight of all front doors."""
-    tiers = () if kv is None else kv.tiers
-    return {
-        "worker_id": status.worker_id,
-        "model": status.model,
-        "kind": status.kind,
-        "engine": status.engine,
+    return _row(status) | {
         "version": status.version,
         "pid": status.pid,
-        "host": status.host,
-        "role": status.role,
-        "state": status.state,
-        "cause": None,
-        "since_unix_s": None,
-        "next_start_unix_s": None,
         "requests": requests,
         "load": load,
         "tiers": [
@@ -389,28 +372,26 @@ def worker_row(
                 "blocks": tier.published,
                 "capacity_blocks": tier.capacity if tier.capacity < unbounded else None,
             }
-            for tier in tiers
+            for tier in (() if kv is None else kv.tiers)
         ],
     }
 
 
 def unready_row(one: UnreadyWorker) -> dict[str, Any]:
     """A worker that is not in the registry, as ``worker_row`` has the others."""
+    start = {name: getattr(one, name) for name in ("cause", "since_unix_s", "next_start_unix_s")}
+    return _row(one) | start
+
+
+def _row(one: WorkerStatus | UnreadyWorker) -> dict[str, Any]:
+    """What both say of a worker, and nothing of the rest."""
+    said = ("worker_id", "model", "kind", "engine", "host", "role", "state")
+    unsaid = ("pid", "cause", "since_unix_s", "next_start_unix_s", "load")
     return {
-        "worker_id": one.worker_id,
-        "model": one.model,
-        "kind": one.kind,
-        "engine": one.engine,
+        **{name: getattr(one, name) for name in said},
+        **dict.fromkeys(unsaid),
         "version": "",
-        "pid": None,
-        "host": one.host,
-        "role": one.role,
-        "state": one.state,
-        "cause": one.cause,
-        "since_unix_s": one.since_unix_s,
-        "next_start_unix_s": one.next_start_unix_s,
         "requests": 0,
-        "load": None,
         "tiers": [],
     }
 

@@ -60,20 +60,15 @@ def page_routes(*, chat: bool, needs_key: bool) -> Iterable[OperationsRoute]:
         # Relative, so that it also holds behind a proxy that serves this below another path.
         return web.Response(status=302, headers={"Location": "ui"})
 
-    async def index(_: web.Request) -> web.Response:
-        return _answer(page, "text/html")
-
     async def file(request: web.Request) -> web.Response:
-        name = request.path.rpartition("/")[2]
-        return _answer(contents[name], _TYPES[name])
+        body, kind = contents[request.path.rpartition("/")[2]]
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
 
-    contents = {name: (folder / name).read_bytes() for name in _TYPES}
-    handlers = {"/": root, "/ui": index, **dict.fromkeys((f"/ui/{name}" for name in _TYPES), file)}
+    contents = {name: ((folder / name).read_bytes(), kind) for name, kind in _TYPES.items()}
+    contents["ui"] = page, "text/html"
     return [
-        OperationsRoute(method="GET", path=path, needs="nothing", handle=handler)
-        for path, handler in handlers.items()
+        OperationsRoute(
+            method="GET", path=path, needs="nothing", handle=root if path == "/" else file
+        )
+        for path in sorted(PAGE_PATHS)
     ]
-
-
-def _answer(body: bytes, content_type: str) -> web.Response:
-    return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_HEADERS)
