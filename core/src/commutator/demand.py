@@ -200,8 +200,8 @@ def _counted(seen: Reported, doors: Sequence[_Door]) -> Reported:
         ended = _arms_since(door.newest, door.counted)
         arms[door.newest.trial] = before + ended[0], tried + ended[1]
         for role, counts in door.newest.arrived.items():
-            before = door.counted.arrived.get(role, Arrivals())
-            arrived.setdefault(role, []).append(_added(counts, before))
+            known = door.counted.arrived.get(role, Arrivals())
+            arrived.setdefault(role, []).append(_added(counts, known))
 
     def ratio(part: int, whole: int) -> float | None:
         return part / whole if whole else None

@@ -155,14 +155,17 @@ class _LocalHandler(urllib.request.HTTPHandler):
         self._path = path
 
     def http_open(self, req: urllib.request.Request) -> HTTPResponse:
-        return self.do_open(_LocalConnection, req, path=self._path)
+        def connection(host: str, /, **options: Any) -> HTTPConnection:
+            return _LocalConnection(host, self._path, **options)
+
+        return self.do_open(connection, req)
 
 
 class _LocalConnection(HTTPConnection):
     """To a Unix socket."""
 
-    def __init__(self, host: str, *, path: str, timeout: float) -> None:
-        super().__init__(host, timeout=timeout)
+    def __init__(self, host: str, path: str, **options: Any) -> None:
+        super().__init__(host, **options)
         self._path = path
 
     def connect(self) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from attrs import evolve
+
 from commutator.config.load import Loaded
-from commutator.config.model import ClusterConfig, Config
+from commutator.config.model import Config
 from commutator.config.secrets import foreign_variables
 from commutator.contract.registry import Registry
 from commutator.errors import ConfigError
@@ -61,7 +63,14 @@ def network_of(config: Config) -> Network | None:
     cluster = config.cluster
     if cluster.tls is None and not cluster.host.spans_hosts:
         return None
-    network = _network(cluster, cluster.host.name or "")
+    tls = cluster.tls
+    network = Network(
+        cluster=cluster.name,
+        host=cluster.host.name or "",
+        listen=cluster.host.listen,
+        advertise=cluster.host.reachable_at,
+        tls=tls and TlsFiles(tls.ca_file, tls.cert_file, tls.key_file).absolute(),
+    )
     try:
         certificates = certificates_of(network)
     except TlsError as error:
@@ -82,19 +91,7 @@ def network_of(config: Config) -> Network | None:
         )
     if problems:
         raise ConfigError(problems, "this machine")
-    return _network(cluster, identity.name)
-
-
-def _network(cluster: ClusterConfig, host: str) -> Network:
-    tls = cluster.tls
-    files = None if tls is None else TlsFiles(tls.ca_file, tls.cert_file, tls.key_file).absolute()
-    return Network(
-        cluster=cluster.name,
-        host=host,
-        listen=cluster.host.listen,
-        advertise=cluster.host.reachable_at,
-        tls=files,
-    )
+    return evolve(network, host=identity.name)
 
 
 def run_secret(config: Config) -> RunSecret:
