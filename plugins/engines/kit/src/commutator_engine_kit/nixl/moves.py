@@ -255,17 +255,20 @@ def plan_batches(
 
 
 def _batch(moves: Sequence[BlockMove], indices: Sequence[int], size_bytes: int) -> Batch:
-    runs: list[list[BlockMove]] = []  # the moves of each continue one another, on both sides
+    firsts: list[BlockMove] = []
+    lasts: list[BlockMove] = []
     for index in indices:
-        if runs and _continues(runs[-1][-1], moves[index]):
-            runs[-1].append(moves[index])
+        move = moves[index]
+        if lasts and _continues(lasts[-1], move):
+            lasts[-1] = move
         else:
-            runs.append([moves[index]])
+            firsts.append(move)
+            lasts.append(move)
     return Batch(
         tuple(indices),
-        tuple(_joined(run[0].local, run[-1].local) for run in runs),
-        tuple(_joined(run[0].remote, run[-1].remote) for run in runs),
-        tuple(run[0].region for run in runs if run[0].region is not None),
+        tuple([_joined(one.local, two.local) for one, two in zip(firsts, lasts, strict=True)]),
+        tuple([_joined(one.remote, two.remote) for one, two in zip(firsts, lasts, strict=True)]),
+        tuple([one.region for one in firsts if one.region is not None]),
         size_bytes,
     )
 
