@@ -20,7 +20,7 @@ from tests.unit.frontend.test_pass_through import MESSAGES, TOOLS, ForwardingDis
 
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import OverloadedError, RegistryError
-from commutator.frontend.request.rate_limits import RATE_LIMIT_HEADERS, as_duration
+from commutator.frontend.request.failures import RATE_LIMIT_HEADERS, as_duration
 from commutator_limits.ledger import UNSTATED_ANSWER_TOKENS, WINDOW_S, Moment
 from commutator_limits.limiter import LocalLimiter
 from commutator_openai.metering import AnswerUsage, stated_answers

@@ -9,7 +9,7 @@ import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
 from commutator.errors import RequestError
-from commutator_openai.asking import parse_body
+from commutator_openai.chat import parse_body
 from commutator_openai.requests import ChatRequest, CompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "f"}}

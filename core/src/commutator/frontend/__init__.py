@@ -13,10 +13,14 @@ from commutator.frontend.request.bodies import (
     read_structured,
 )
 from commutator.frontend.request.call import TIMEOUT_HEADER, Call
-from commutator.frontend.request.failures import log_failure, to_failure
+from commutator.frontend.request.failures import (
+    RATE_LIMIT_HEADERS,
+    log_failure,
+    rate_limits,
+    to_failure,
+)
 from commutator.frontend.request.planning import NOT_SERVED, Plan, conversation_prompt
 from commutator.frontend.request.preprocessor import Preprocessor, size_of
-from commutator.frontend.request.rate_limits import RATE_LIMIT_HEADERS, rate_limits
 from commutator.frontend.request.serving import answer
 from commutator.frontend.services import FrontendServices
 from commutator.frontend.work import WORKING_FOR, WorkPool

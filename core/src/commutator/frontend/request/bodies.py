@@ -45,7 +45,9 @@ async def read_structured(
     async with call.room_for_body():
         body = await call.read()
         try:
-            return await call.off_loop(len(body), partial(quickly, body))
+            if len(body) <= INLINE_BYTES:
+                return quickly(body)
+            return await call.services.work.run(partial(quickly, body))
         except WrongSomewhereError:
             size = max(len(body), INLINE_BYTES + 1)  # finding every mistake takes much longer
             return await call.off_loop(size, partial(thoroughly, body))

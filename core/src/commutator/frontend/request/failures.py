@@ -1,9 +1,13 @@
-"""From errors to ``Failure``: what clients are told, whatever protocol they speak."""
+"""What clients are told whatever protocol they speak: failures, and how far their limits are."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+from multidict import istr
 
 from commutator.contract.answer import Failure
 from commutator.contract.limiter import Standing
@@ -21,9 +25,8 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
-from commutator.frontend.request.rate_limits import rate_limits
 
-__all__ = ["log_failure", "to_failure"]
+__all__ = ["RATE_LIMIT_HEADERS", "as_duration", "log_failure", "rate_limits", "to_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -114,3 +117,40 @@ def _from_worker(error: CommutatorError, request_id: str) -> Failure:
             return _later(503, text, "no_prefill_worker")
     text = f"the worker failed this request; see the log under {request_id}"
     return Failure(_INTERNAL, text, "worker_failed")
+
+
+RATE_LIMIT_HEADERS = tuple(
+    istr(f"x-ratelimit-{what}-{of}")  # not folded anew for each answer
+    for of in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+)
+"""By which clients know how far they are from their limits, as OpenAI names them."""
+_STANDINGS = 8192
+"""Whose headers are remembered: requests within one allowance have one."""
+
+
+@lru_cache(_STANDINGS)
+def rate_limits(standing: Standing) -> Mapping[str, str]:
+    """The headers of those limits that there are."""
+    headers: dict[str, str] = {}
+    if standing.limit_requests is not None:
+        limit, remaining, reset = RATE_LIMIT_HEADERS[:3]
+        headers[limit] = str(standing.limit_requests)
+        headers[remaining] = str(standing.remaining_requests)
+        headers[reset] = as_duration(standing.reset_requests_s or 0.0)
+    if standing.limit_tokens is not None:
+        limit, remaining, reset = RATE_LIMIT_HEADERS[3:]
+        headers[limit] = str(standing.limit_tokens)
+        headers[remaining] = str(standing.remaining_tokens)
+        headers[reset] = as_duration(standing.reset_tokens_s or 0.0)
+    return headers
+
+
+def as_duration(seconds: float) -> str:
+    """In whole seconds, rounded up, as OpenAI writes it: 0s, 59s, 6m0s, 1h0m7s."""
+    minutes, whole = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{whole}s"
+    if hours or minutes:
+        text = f"{minutes}m{text}"
+    return f"{hours}h{text}" if hours else text

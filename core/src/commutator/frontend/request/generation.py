@@ -111,7 +111,9 @@ class Choice:
         self._rules = rules
         self._wants_logprobs = wants_logprobs
         self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
-        self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
+        self._matcher: StopMatcher | None = None
+        if rules.stop:
+            self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
         self._plain = not rules.stop and parser is None
         self._decoded = 0
         """Characters decoded, including those that the matcher holds back."""
@@ -140,15 +142,10 @@ class Choice:
             raise EngineError(delta.error or "the worker aborted the request")
         text = self._text(self._shown(delta), delta.logprobs)
         self.generated_tokens += len(delta.token_ids)
-        finish: FinishKind | None = None
-        if not self._stopped() and delta.finish_reason is not None:
-            # The detokenizer is not flushed: half a character at the end is never shown.
-            text += self._matcher.flush()
-            finish = _FINISHES[delta.finish_reason]
-        if self._stopped():
-            finish = "stop"
+        held, finish = self._ending(delta.finish_reason)
+        text += held
         self._sent += len(text)
-        logprobs = self._certain(finish)
+        logprobs = self._certain(finish) if self._pending else ()
         if self._parser is not None:
             return self._parsed(self._parser, text, logprobs, finish, delta.stop_reason)
         events: Events = []
@@ -159,9 +156,19 @@ class Choice:
             events.append((self._number, Finish(finish, self._stop(delta.stop_reason))))
         return events
 
+    def _ending(self, reason: FinishReason | None) -> tuple[str, FinishKind | None]:
+        """What the matcher held back of an answer that ends for ``reason``, and why it ends."""
+        finish, matcher = None if reason is None else _FINISHES[reason], self._matcher
+        if matcher is None:
+            return "", finish
+        if matcher.matched is not None:
+            return "", "stop"
+        # The detokenizer is not flushed: half a character at the end is never shown.
+        return "" if finish is None else matcher.flush(), finish
+
     def _stop(self, stop_reason: str | int | None) -> str | int | None:
         """What of the request ended the answer; None where the model did."""
-        if self._matcher.matched is not None:
+        if self._matcher is not None and self._matcher.matched is not None:
             return self._matcher.matched
         return None if stop_reason in self._rules.end_ids else stop_reason
 
@@ -193,15 +200,18 @@ class Choice:
         return ids
 
     def _text(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> str:
-        free = max(0, self._rules.min_tokens - self.generated_tokens) if self._rules.stop else 0
+        matcher = self._matcher
+        free = len(ids)  # tokens in which no stop string is looked for
+        if matcher is not None:
+            free = max(0, self._rules.min_tokens - self.generated_tokens)
         if not logprobs:
             text = self._decode(ids[:free]) if free else ""
-            return text + self._matcher.push(self._decode(ids[free:]))
+            return text if matcher is None else text + matcher.push(self._decode(ids[free:]))
         text = ""
         for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=False)):
             self._pending.append((self._decoded, logprob))
             decoded = self._decode((token_id,))
-            text += decoded if place < free else self._matcher.push(decoded)
+            text += decoded if matcher is None or place < free else matcher.push(decoded)
         return text
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -212,15 +222,12 @@ class Choice:
     def _certain(self, finish: FinishKind | None) -> tuple[tuple[int, TokenLogprob], ...]:
         """The entries whose text has been sent; at a natural end, all that are left."""
         pending = self._pending
-        everything = finish is not None and not self._stopped()
+        stopped = self._matcher is not None and self._matcher.matched is not None
+        everything = finish is not None and not stopped
         entries = []
         while pending and (everything or pending[0][0] < self._sent):
             entries.append(pending.popleft())
         return tuple(entries)
-
-    def _stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._matcher.matched is not None
 
 
 def _require_logprobs(delta: TokenDelta) -> None:

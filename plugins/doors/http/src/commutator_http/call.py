@@ -13,6 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from aiohttp import StreamReader, hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from attrs import field, frozen
@@ -48,6 +51,7 @@ __all__ = [
 
 OTHER = "other"
 """Stands, in metrics, for every path that is none of ours."""
+_OK = 200
 _PART_BYTES = 256 << 10
 # Parsing this much takes a few milliseconds.
 _INLINE_BYTES = 64 << 10
@@ -137,8 +141,28 @@ DOOR: web.AppKey[DoorParts] = web.AppKey("door", DoorParts)
 
 
 class _Response(web.StreamResponse):
+    """An answer in pieces."""
+
     # The first piece follows its headers at once: one packet, as with aiohttp's own web.Response.
     _send_headers_immediately = False
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Begin it in one step: aiohttp's own are for lengths, cookies, compression and hooks."""
+        if self.prepared or self.status != _OK or request.version < HttpVersion11:
+            return await super().prepare(request)
+        self._req = request
+        writer = self._payload_writer = request.writer
+        headers = self.headers
+        if self._keep_alive is None:
+            self._keep_alive = request.keep_alive
+        if not self._keep_alive:
+            headers[hdrs.CONNECTION] = "close"
+        headers[hdrs.TRANSFER_ENCODING] = "chunked"
+        headers[hdrs.DATE] = rfc822_formatted_time()
+        headers[hdrs.SERVER] = SERVER_SOFTWARE
+        writer.enable_chunking()
+        await writer.write_headers("HTTP/1.1 200 OK", headers)
+        return writer
 
 
 class HttpCall(Call):
@@ -227,10 +251,10 @@ class HttpCall(Call):
         failed: Callable[[Failure], bytes] | None = None,
     ) -> None:
         self._failed = failed
-        headers: dict[str, str] = {hdrs.CONTENT_TYPE: content_type}
+        response = self.response = _Response(status=status)
+        response.headers[hdrs.CONTENT_TYPE] = content_type
         if failed is not None:
-            headers |= _STREAM_HEADERS
-        self.response = _Response(status=status, headers=headers)
+            response.headers.update(_STREAM_HEADERS)
 
     @property
     def answered(self) -> web.StreamResponse:

@@ -1,28 +1,59 @@
-"""The handlers of /v1/chat/completions and /v1/completions."""
+"""Chat and completions: bodies of OpenAI's API become what core asks, and are answered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from attrs import frozen
 
-from commutator.contract.conversation import Generate
+from commutator.contract.conversation import Conversation, Generate, Message, Speaker, Text
+from commutator.contract.request import KvRetention
 from commutator.errors import RequestError
-from commutator.frontend import NOT_SERVED, Call, answer, traced
-from commutator_openai.asking import asked_chat, asked_completion, read_request
-from commutator_openai.fields import Hint, hints_given
+from commutator.frontend import (
+    NOT_SERVED,
+    Call,
+    WrongSomewhereError,
+    answer,
+    parse_object,
+    read_structured,
+    traced,
+)
+from commutator.schema import StructureError, structure
+from commutator_openai.fields import (
+    CacheControl,
+    Hint,
+    build_request_converter,
+    hints_given,
+    retention_of,
+)
 from commutator_openai.pass_through import PassThrough
-from commutator_openai.requests import ChatRequest, CompletionRequest, GenerationRequest
+from commutator_openai.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TextPart,
+    TokenizeRequest,
+)
 from commutator_openai.writers import ChatWriter, CompletionWriter
 
-__all__ = ["IGNORED_HEADER", "Generations"]
+__all__ = [
+    "IGNORED_HEADER",
+    "Generations",
+    "asked_chat",
+    "asked_completion",
+    "conversation_of",
+    "parse_body",
+    "read_request",
+]
+
+T = TypeVar("T")
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
 IGNORED_HEADER = "X-Commutator-Ignored"
 """Names the parameters that had no effect on the answer."""
-
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
 
 @frozen
@@ -88,3 +119,191 @@ class Generations:
 
 def _include_usage(body: GenerationRequest) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+_fast = build_request_converter(detailed=False)
+_thorough = build_request_converter(detailed=True)
+_SHOWN_PROBLEMS = 8
+_SHOWN_CHARACTERS = 200
+
+
+async def read_request(call: Call, cls: type[T]) -> T:
+    """The body as ``cls``. Raises RequestError, ``Failure`` for 408, 413, 415, OverloadedError."""
+    return await read_structured(call, partial(_parse_quickly, cls), partial(parse_body, cls))
+
+
+def asked_chat(body: ChatRequest) -> Generate:
+    """Raises RequestError for what contradicts itself."""
+    _check_stream_options(body)
+    asked = _asked(body)
+    asked.conversation = conversation_of(body)
+    if body.max_completion_tokens is not None:
+        asked.max_tokens = body.max_completion_tokens
+        asked.params = _PARAMS_OF_CHAT
+    if body.logprobs:
+        asked.top_logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
+    if asked.user is None:
+        asked.user = body.safety_identifier
+    if not asked.session_id:
+        asked.session_id = body.prompt_cache_key
+    return asked
+
+
+def asked_completion(body: CompletionRequest) -> Generate:
+    """Raises RequestError for what contradicts itself, or is not served."""
+    _check_stream_options(body)
+    answers = body.n or 1
+    if body.best_of is not None and body.best_of != answers:
+        raise RequestError(
+            f"best_of is not supported. Remove it, or set it to n ({answers}).",
+            "best_of",
+            NOT_SERVED,
+        )
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "echo is not supported together with logprobs, as logprobs of a prompt are not "
+            "computed. Remove one of them.",
+            "echo",
+            NOT_SERVED,
+        )
+    asked = _asked(body)
+    asked.prompts = body.prompt
+    asked.top_logprobs = body.logprobs
+    asked.echo = bool(body.echo)
+    return asked
+
+
+_PARAMS = {"retention": "cache_control"}
+_PARAMS_OF_CHAT = {**_PARAMS, "max_tokens": "max_completion_tokens"}
+
+
+def _asked(body: GenerationRequest) -> Generate:
+    stop = body.stop
+    return Generate(
+        model=body.model,
+        answers=body.n or 1,
+        stream=bool(body.stream),
+        max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or {},
+        stop=(stop,) if isinstance(stop, str) else stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        user=body.user,
+        session_id=body.session_id,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        retention=_retention(body.cache_control),
+        migration_limit=body.migration_limit,
+        engine_options=body.engine_options or {},
+        params=_PARAMS,
+    )
+
+
+def conversation_of(body: ChatRequest | TokenizeRequest) -> Conversation:
+    """What is to be rendered."""
+    return Conversation(
+        messages=[_message(message) for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _message(message: ChatMessage) -> Message:
+    content: str | Sequence[Text]
+    if isinstance(message.content, str):
+        content = message.content
+    else:
+        content = [_text(part) for part in message.content]
+    return Message(
+        role=cast("Speaker", message.role),  # the request's class has checked it
+        content=content,
+        name=message.name,
+        retention=_retention(message.cache_control),
+    )
+
+
+def _text(part: TextPart) -> Text:
+    return Text(part.text, _retention(part.cache_control))
+
+
+def _retention(mark: CacheControl | None) -> KvRetention | None:
+    return None if mark is None else retention_of(mark)
+
+
+def _check_stream_options(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only allowed when stream is true", "stream_options")
+
+
+def parse_body(cls: type[T], body: bytes) -> T:
+    """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
+    try:
+        return _parse_quickly(cls, body)
+    except WrongSomewhereError:
+        return _parse_thoroughly(parse_object(body), cls)
+
+
+def _parse_quickly(cls: type[T], body: bytes) -> T:
+    data = parse_object(body)
+    try:
+        return _fast.structure(data, cls)
+    except Exception as error:
+        raise WrongSomewhereError from error
+
+
+def _parse_thoroughly(data: object, cls: type[T]) -> T:
+    try:
+        return structure(_thorough, data, cls)
+    except StructureError as error:
+        problems = error.problems
+    shown = [_line(path, text) for path, text in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
+    # The engine may serve what this front door does not, and judge its messages by itself. What is
+    # wrong or unknown beside them is refused here, whatever the engine would say.
+    refused = (p for p in problems if not _may_be_served_by_the_engine(*p))
+    not_served = (p for p in problems if _code(p[1]) == NOT_SERVED)
+    path, text = next(refused, None) or next(not_served, problems[0])
+    raise RequestError("; ".join(shown), _shorten(path) or None, _code(text)) from None
+
+
+def _may_be_served_by_the_engine(path: str, text: str) -> bool:
+    return path.startswith(("messages", "prompt")) or _code(text) == NOT_SERVED
+
+
+_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+"""Where the keys belong that people send to the wrong path."""
+
+
+def _line(path: str, text: str) -> str:
+    if text.startswith("unknown key;") and path in _ELSEWHERE:
+        text = f"unknown key; requests with it go to {_ELSEWHERE[path]}"
+    return _shorten(f"{path}: {text}" if path else text)
+
+
+def _code(text: str) -> str:
+    by_beginning: dict[str, Any] = {
+        "unknown key": "unknown_parameter",
+        "required": "missing_required_parameter",
+        "not supported": NOT_SERVED,
+    }
+    found = (code for beginning, code in by_beginning.items() if text.startswith(beginning))
+    return next(found, "invalid_value")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

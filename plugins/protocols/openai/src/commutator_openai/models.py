@@ -10,7 +10,7 @@ import msgspec
 from commutator.contract.principal import Principal
 from commutator.errors import RequestError
 from commutator.frontend import Call, FrontendServices, conversation_prompt, salted
-from commutator_openai.asking import conversation_of, read_request
+from commutator_openai.chat import conversation_of, read_request
 from commutator_openai.requests import DetokenizeRequest, TokenizeRequest
 from commutator_openai.responses import (
     DetokenizeResponse,
