@@ -25,6 +25,7 @@ from commutator import (
 from commutator.contract.block import KvEvent
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit.kv import KvConnector, LocatedPrompt
+from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import ANONYMOUS, BlockPool
 from commutator_reference.handover import Handover, TransferParams
@@ -157,7 +158,7 @@ class ReferenceEngine:
         if request.handover is not None:
             if self._handover is None:
                 raise RequestError("this worker hands no KV over", "handover")
-            params = self._handover.read(request)
+            params = parse_transfer_params(request, self._options.block_size)
         limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:

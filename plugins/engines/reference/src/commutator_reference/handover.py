@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import define, evolve, field
 
-from commutator import GenerateRequest, KvTransferInfo, Span
+from commutator import KvTransferInfo, Span
 from commutator.contract.block import CacheIdentity
 from commutator.contract.worker import TransferStatistics
 from commutator_engine_kit.kv import BlockArena, checksum
@@ -29,7 +29,6 @@ from commutator_engine_kit.kv.transfer import (
     ReadTarget,
     ReadyBlock,
     handover_keys,
-    parse_transfer_params,
 )
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
@@ -113,10 +112,6 @@ class Handover:
         self._puller.stop()
         self.exports.stop()
         self._reader.close()
-
-    def read(self, request: GenerateRequest) -> TransferParams | None:
-        """The request's role in a hand-over, if any. Raises RequestError if it cannot be served."""
-        return parse_transfer_params(request, self.info.block_size)
 
     def begin(self, sequence: Sequence, params: TransferParams) -> str | None:
         """Begin the request's part. Returns None, or why the request cannot be served."""

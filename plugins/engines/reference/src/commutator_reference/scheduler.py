@@ -311,7 +311,10 @@ class Scheduler:
         One block of headroom for each running request keeps a newcomer from being admitted only
         to be preempted a few tokens later.
         """
-        owed = sum(self._missing(running) + 1 for running in self._running.values())
+        owed = sum(
+            self._blocks_for(len(running.tokens)) - len(running.blocks) + 1
+            for running in self._running.values()
+        )
         revived = sum(not self.pool.in_flight(block) for block in hits)
         needed = self._blocks_for(len(sequence.tokens)) - len(hits)
         return needed + revived + owed <= self.pool.available
@@ -340,9 +343,6 @@ class Scheduler:
             facts = sequence.facts(index, self.pool.block_size)
             sequence.blocks[index] = self.pool.register(sequence.blocks[index], identity, facts)
         sequence.registered = max(sequence.registered, full)
-
-    def _missing(self, sequence: Sequence) -> int:
-        return self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)

@@ -19,7 +19,11 @@ from commutator.errors import EngineHandoverError, EngineOverloadedError, Reques
 from commutator.kv_events import EventPublisher
 from commutator.tokenizer import TextModel
 from commutator_engine_kit import Emit, TokenEngine
-from commutator_engine_kit.kv.transfer import DecodeTransferParams, PrefillTransferParams
+from commutator_engine_kit.kv.transfer import (
+    DecodeTransferParams,
+    PrefillTransferParams,
+    parse_transfer_params,
+)
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
 from commutator_sim.config import SimConfig
 from commutator_sim.events import (
@@ -240,7 +244,7 @@ class SimEngine(TokenEngine):
             return whole
         if self._handover is None:
             raise RequestError("this worker hands no KV over: prefix_caching is off", "handover")
-        match self._handover.read(request):
+        match parse_transfer_params(request, size):
             case DecodeTransferParams() as params:
                 return evolve(whole, pulls=self._handover.begin_pull(key, request, params))
             case PrefillTransferParams() as params:

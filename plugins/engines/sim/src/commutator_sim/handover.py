@@ -26,7 +26,6 @@ from commutator_engine_kit.kv.transfer import (
     ReadTarget,
     ReadyBlock,
     handover_keys,
-    parse_transfer_params,
 )
 from commutator_sim.config import SimConfig
 from commutator_sim.events import Pulled, Pulling, Ready
@@ -152,10 +151,6 @@ class Handover:
         return TransferStatistics(
             exports=self._exporter.statistics(), pulls=self._puller.statistics()
         )
-
-    def read(self, request: GenerateRequest) -> PrefillTransferParams | DecodeTransferParams | None:
-        """The request's role in a hand-over, if any. Raises RequestError if it cannot be served."""
-        return parse_transfer_params(request, self.info.block_size)
 
     def begin_export(
         self, key: int, request: GenerateRequest, params: PrefillTransferParams

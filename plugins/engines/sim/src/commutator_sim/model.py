@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from attrs import define
+from attrs import define, field
 
 from commutator_sim.cache import BlockCache
 from commutator_sim.config import SimParameters
@@ -201,27 +201,21 @@ class DecodeBatch:
 class Plan:
     """Equal steps whose work is decided: the first may be under way, the others follow it."""
 
-    step_ns: int
-    count: int
     decoding: int
-    chunks: Chunks
-
-
-class Chunks:
-    """Prefilling runs of one step, each with its epoch and its number of tokens."""
-
-    def __init__(self, budget: int) -> None:
-        """``budget`` is in tokens."""
-        self.left = budget
-        self.tokens = 0
-        self.all: list[tuple[Run, int, int]] = []
+    left: int
+    """Tokens of a step that are not planned yet."""
+    step_ns: int = 0
+    count: int = 1
+    prefill_tokens: int = 0
+    chunks: list[tuple[Run, int, int]] = field(factory=list)
+    """Prefilling runs, each with its epoch and its number of tokens."""
 
     def add(self, run: Run) -> None:
-        """Add as many tokens of ``run`` as the budget allows."""
+        """Add as many tokens of ``run`` as are left."""
         tokens = min(self.left, run.target - run.computed)
-        self.all.append((run, run.epoch, tokens))
+        self.chunks.append((run, run.epoch, tokens))
         self.left -= tokens
-        self.tokens += tokens
+        self.prefill_tokens += tokens
 
 
 class SimModel:
@@ -400,20 +394,21 @@ class SimModel:
         self._finish_loads()
         self._grow()
         decoding = len(self._decode.runs)
-        chunks = Chunks(self.parameters.max_tokens_per_step - decoding)
+        plan = Plan(decoding, self.parameters.max_tokens_per_step - decoding)
         for run in self._prefilling.values():
-            if not chunks.left:
+            if not plan.left:
                 break
-            chunks.add(run)
-        while chunks.left and (admitted := self._admit()) is not None:
+            plan.add(run)
+        while plan.left and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.PREFILL:
-                chunks.add(admitted)
-        if not decoding and not chunks.all:
+                plan.add(admitted)
+        if not decoding and not plan.chunks:
             return None
-        step_ns = self.parameters.step_ns(decoding, chunks.tokens)
-        count = 1 if chunks.all else self._equal_steps(step_ns)
-        self._plan = Plan(step_ns, count, decoding, chunks)
-        return self._plan
+        plan.step_ns = self.parameters.step_ns(decoding, plan.prefill_tokens)
+        if not plan.chunks:
+            plan.count = self._equal_steps(plan.step_ns)
+        self._plan = plan
+        return plan
 
     def _equal_steps(self, step_ns: int) -> int:
         """Number of steps from now on that only decode the present batch."""
@@ -506,14 +501,15 @@ class SimModel:
 
     def _make(self, plan: Plan, count: int) -> None:
         """``count`` steps of ``plan`` pass."""
-        tokens = plan.chunks.tokens
-        self._events.append(Steps(self._clock_ns, count, plan.step_ns, plan.decoding, tokens))
+        self._events.append(
+            Steps(self._clock_ns, count, plan.step_ns, plan.decoding, plan.prefill_tokens)
+        )
         self._clock_ns += count * plan.step_ns
         plan.count -= count
         if not plan.count:
             self._plan = None
         turned = self._decode.advance(count)
-        for run, epoch, tokens in plan.chunks.all:
+        for run, epoch, tokens in plan.chunks:
             if epoch == run.epoch:
                 self._computed(run, tokens)
         for run in turned:

@@ -139,7 +139,7 @@ def _workers(
         table.add_row(
             Text(_plain(one["worker_id"]), "bold"),
             Text(f"● {_plain(one['state'])}", _STATES.get(one["state"], "red")),
-            _plain_text(one["role"]),
+            Text(_plain(one["role"])),
             str(one["requests"]),
             _NONE if load is None else str(load["waiting"]),
             _kv(load),
@@ -215,7 +215,7 @@ def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["time_unix_s"])),
             Text(_plain(worker), "bold"),
-            _plain_text(row["reason"]),
+            Text(_plain(row["reason"])),
             str(row["prompt_tokens"]),
             _percent(cached / max(1, row["prompt_tokens"])) if known else _NONE,
             _time(row["ttft_s"]),
@@ -264,10 +264,6 @@ def _table(title: str) -> Table:
 def _plain(text: object) -> str:
     """Names and reasons come from plugins and clients: none may steer the terminal."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in str(text))
-
-
-def _plain_text(text: object) -> Text:
-    return Text(_plain(text))
 
 
 def _rate(value: float | None) -> str:
