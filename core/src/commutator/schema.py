@@ -389,7 +389,7 @@ def json_schema(kind: Any, special: Special | None = None) -> dict[str, Any]:
         return found
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        if (size := next((e for e in args[1:] if isinstance(e, ByteSize)), None)) is not None:
+        if (size := _byte_size(kind)) is not None:
             whole = {"type": "integer", "minimum": size.minimum}
             return {"anyOf": [whole, {"type": "string", "pattern": size.pattern}]}
         return json_schema(args[0], special) | _limits(args[1:])

@@ -8,7 +8,6 @@ keeps the last messages, and sends them on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from attrs import evolve
@@ -70,7 +69,11 @@ class EventRelay:
         await self._engines.close()
 
     async def _begin(self, record: WorkerRecord) -> None:
-        sources = self._sources(record)
+        try:
+            sources = sources_by_rank(record.info)
+        except ValueError as error:  # front doors report it
+            log.warning("%s: its KV events cannot be read: %s", record.worker_id, error)
+            return
         if self._bus.reads_engines and all(map(_is_for_other_hosts, sources)):
             return
         for rank, source in enumerate(sources):
@@ -97,13 +100,6 @@ class EventRelay:
             await stream.stop_reading()
             stream.reset("the engine publishes elsewhere now")
             stream.read(self._engines, source, self._times)
-
-    def _sources(self, record: WorkerRecord) -> Sequence[EventSource]:
-        try:
-            return sources_by_rank(record.info)
-        except ValueError as error:  # front doors report it
-            log.warning("%s: its KV events cannot be read: %s", record.worker_id, error)
-            return []
 
 
 class _Stream:
