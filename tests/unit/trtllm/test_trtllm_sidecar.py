@@ -115,7 +115,7 @@ async def test_a_server_without_statistics_is_reported_with_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StatisticsQueue, "take", lambda _: [])
-    monkeypatch.setattr("commutator_trtllm.discovery._STATISTICS_TRIES", 2)
+    monkeypatch.setattr("commutator_trtllm.sidecar._STATISTICS_TRIES", 2)
     stand_in = StandIn(FakeSource(), EventQueue(), StatisticsQueue(BLOCK), wait_s=0.01)
     async with stand_in.running() as url:
         options = SidecarOptions(url=url, max_model_len=64)

@@ -23,7 +23,7 @@ from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
-from commutator_vllm.token_api import LISTEN_AT
+from commutator_vllm.token_engine import LISTEN_AT
 
 CONFIG = VllmConfig(kind="vllm")
 
@@ -119,7 +119,7 @@ def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContex
     config = evolve(CONFIG, python=sys.executable, connection="token_api", role="prefill")
     plan = launch_plan(config, context)
     assert plan.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    assert value_of(plan.argv, "--middleware") == "commutator_vllm.token_api.TokenApi"
+    assert value_of(plan.argv, "--middleware") == "commutator_vllm.token_engine.TokenApi"
     both = TokenApiAddress.parse(plan.address)
     assert both is not None
     assert both.url == "http://127.0.0.1:8123"

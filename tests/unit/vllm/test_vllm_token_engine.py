@@ -27,8 +27,7 @@ from commutator.launcher.ports import free_ports
 from commutator_engine_kit.server import TokenApiServer
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.client import TokenApiAddress, VllmTokenClient
-from commutator_vllm.token_api import LISTEN_AT, TokenApi
-from commutator_vllm.token_engine import Outputs, VllmTokenEngine
+from commutator_vllm.token_engine import LISTEN_AT, Outputs, TokenApi, VllmTokenEngine
 
 INFO = EngineInfo(
     kind="vllm", version="0", model="m", max_model_len=64, block_size=16, kv_capacity_blocks=8

@@ -93,7 +93,7 @@ def run_engine_process(
     context = start.context
     config = structure(converter, start.config, config_class)
     try:
-        name, tiers = context.worker_id, ()
+        name, tiers = context.worker_id, tuple[TierSetup, ...]()
         if context.tiers:
             tiers = make_tiers(context.tiers, installed_plugins(), name)
         engine = build(config, EngineStart(context.model, name, tiers, context.kv_host))

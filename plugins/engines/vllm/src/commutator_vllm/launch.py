@@ -32,7 +32,7 @@ from commutator_engine_kit.model_files import directory_for
 from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
 from commutator_vllm.client import TokenApiAddress
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
-from commutator_vllm.token_api import LISTEN_AT
+from commutator_vllm.token_engine import LISTEN_AT
 
 __all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
@@ -48,7 +48,7 @@ _OPEN_EVENTS = (
     "`replicas`, a shorter runtime.state_dir, or a --kv-events-config of your own"
 )
 _API_KEY = "VLLM_API_KEY"
-_TOKEN_API = "commutator_vllm.token_api.TokenApi"  # noqa: S105 - the name of a class
+_TOKEN_API = "commutator_vllm.token_engine.TokenApi"  # noqa: S105 - the name of a class
 _SEVERAL_HOSTS = {
     *("--nnodes", "-n", "--master-addr", "--data-parallel-address", "-dpa", "--config"),
     *("--distributed-executor-backend", "--data-parallel-backend", "-dpb"),

@@ -1,11 +1,16 @@
-"""The token API's engine over vLLM's AsyncLLM, which ``async_llm`` adapts: no vLLM is imported."""
+"""The token API's engine over vLLM's AsyncLLM, which ``async_llm`` adapts: no vLLM is imported.
+
+``TokenApi``, ASGI middleware that a launched server loads by ``--middleware``, makes the server
+serve the token API, too, on the same engine. It adds nothing to vLLM's own endpoints.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commutator import (
@@ -17,18 +22,24 @@ from commutator import (
     TokenLogprob,
 )
 from commutator.errors import CommutatorError, EngineUnavailableError
-from commutator_engine_kit import Emit, TokenEngine
+from commutator_engine_kit import Emit, TokenApiServer, TokenEngine
 from commutator_engine_kit.completions import finish_reason_named, likeliest
 from commutator_vllm.messages import hands_over
 
 if TYPE_CHECKING:
     from commutator_vllm.async_llm import AsyncLlmEngine
 
-__all__ = ["Outputs", "VllmTokenEngine"]
+__all__ = ["LISTEN_AT", "Outputs", "TokenApi", "VllmTokenEngine"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.commutator")  # vLLM configures only its own loggers
 
 T = TypeVar("T")
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LISTEN_AT = "COMMUTATOR_VLLM_TOKEN_API"
+"""The environment variable with the address of the token API, "host:port"."""
 
 _LEAST_LOGPROB = -9999.0
 """What vLLM's HTTP API says for a probability of zero."""
@@ -209,3 +220,46 @@ class VllmTokenEngine(TokenEngine):
         task = asyncio.get_running_loop().create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+
+class TokenApi:
+    """Serves the token API from the end of the app's start to its shutdown."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._server: TokenApiServer | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        state = scope["app"].state
+
+        async def send_when_ready(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                try:
+                    await self._start(state)
+                except (OSError, ValueError) as error:
+                    message = {"type": "lifespan.startup.failed", "message": f"token API: {error}"}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_when_ready)
+        finally:
+            if self._server is not None:
+                await self._server.stop()
+
+    async def _start(self, state: Any) -> None:
+        from commutator_vllm.async_llm import AsyncLlmEngine
+
+        host, _, port = os.environ[LISTEN_AT].rpartition(":")
+        engine = await AsyncLlmEngine.of(state, host)
+        self._server = TokenApiServer(VllmTokenEngine(engine, self._died))
+        bound = await self._server.start(host, int(port))
+        log.info("token API on %s:%d", host, bound)
+
+    def _died(self) -> None:
+        """Close every connection: clients continue their answers elsewhere. vLLM ends itself."""
+        assert self._server is not None
+        self._stopping = asyncio.get_running_loop().create_task(self._server.stop())
