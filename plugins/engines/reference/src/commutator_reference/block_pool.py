@@ -275,8 +275,8 @@ class BlockPool:
 
     def _stored(self, identity: BlockIdentity) -> None:
         digest = identity.parent_digest
-        parent = None if digest is None else event_hash(digest)
-        hashes: tuple[int, ...] = (event_hash(identity.digest),)
+        parent: int | bytes | None = None if digest is None else event_hash(digest)
+        hashes: tuple[int | bytes, ...] = (event_hash(identity.digest),)
         token_ids = identity.token_ids
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:

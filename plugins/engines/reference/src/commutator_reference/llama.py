@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from attrs import frozen
 
@@ -95,29 +94,28 @@ def read_config(path: Path) -> LlamaConfig:
     return hf_config(path) if path.is_dir() else gguf_config(path, *read_gguf(path))
 
 
-@contextmanager
-def _names_what_lacks(file: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyError as error:
-        message = f"{file} has no {error}, which a Llama model needs"
-        raise ConfigError([message], str(path)) from None
+class _Said(dict[str, Any]):
+    """What a file says of its model; to ask for what it lacks raises ConfigError."""
+
+    def __init__(self, said: Mapping[str, Any], file: str, path: Path) -> None:
+        super().__init__(said)
+        self._file, self._path = file, path
+
+    def __missing__(self, key: str) -> NoReturn:
+        message = f"{self._file} has no '{key}', which a Llama model needs"
+        raise ConfigError([message], str(self._path))
 
 
 def hf_config(folder: Path) -> LlamaConfig:
     """As ``read_config``, of a Hugging Face directory."""
-    raw = read_json(folder / "config.json")
+    raw = _Said(read_json(folder / "config.json"), "config.json", folder)
     problems = _unsupported(raw)
     if problems:
         raise ConfigError(problems, str(folder))
-    with _names_what_lacks("config.json", folder):
-        return _of_json(raw, folder)
-
-
-def _of_json(raw: Mapping[str, Any], folder: Path) -> LlamaConfig:
     heads = raw["num_attention_heads"]
     # transformers 5 writes rope_parameters; before, there was rope_scaling, or null.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _Said(said, "config.json", folder)
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -193,15 +191,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def gguf_config(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, object]
-) -> LlamaConfig:
+def gguf_config(path: Path, said: Mapping[str, Any], tensors: Mapping[str, object]) -> LlamaConfig:
     """As ``read_config``, of a GGUF file that ``read_gguf`` has read."""
-    with _names_what_lacks("the metadata", path):
-        return _of_gguf(path, metadata, tensors)
-
-
-def _of_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, object]) -> LlamaConfig:
+    metadata = _Said(said, "the metadata", path)
     architecture = metadata["general.architecture"]
     if architecture != "llama":
         message = f'the architecture is "{architecture}"; the reference engine runs "llama" only'
@@ -214,7 +206,7 @@ def _of_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, obje
     linear = metadata.get("llama.rope.scaling.type", "none") == "linear"
     eos_keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return LlamaConfig(
-        vocab_size=metadata.get("llama.vocab_size", len(metadata["tokenizer.ggml.tokens"])),
+        vocab_size=metadata.get("llama.vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
         hidden_size=hidden,
         intermediate_size=metadata["llama.feed_forward_length"],
         num_layers=metadata["llama.block_count"],
