@@ -45,7 +45,8 @@ class _Tally(Collector):
         self._families = families
         registry.register(self)
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> list[Any]:
+        """Prometheus' own descriptions, without samples."""
         return [family.metric() for family in self._families]
 
 
@@ -70,7 +71,7 @@ class Counter(_Tally):
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        (metric,) = metrics = list(self.describe())
+        (metric,) = metrics = self.describe()
         for labels, total in self._sums.items():
             metric.add_metric(labels, total, self._created_s[labels])
         return metrics
@@ -110,7 +111,7 @@ class CounterGroup(_Tally):
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        metrics = list(self.describe())
+        metrics = self.describe()
         for labels, sums in self._sums.items():
             for metric, total in zip(metrics, sums, strict=True):
                 metric.add_metric(labels, total, self._created_s[labels])
