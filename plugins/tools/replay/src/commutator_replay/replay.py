@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from commutator import RequestSummary, RouterConfig, RoutingPolicy
 from commutator.contract.routing import BusyConfig
@@ -48,13 +48,20 @@ class DoesNotFitError(ValueError):
         super().__init__(str(problem))
 
 
+@frozen
+class _Arrived:
+    key: int
+    traced: TraceRequest
+    summary: RequestSummary
+    hashes: Sequence[int]
+    arrived_ns: int
+
+
 @define
 class _Flight:
-    key: int
+    arrived: _Arrived
     worker_id: str
-    traced: TraceRequest
     request: VirtualRequest
-    arrived_ns: int
     ticket: Ticket
     ahead_tokens: int
     """Prompt tokens that the worker had to compute before it."""
@@ -66,14 +73,8 @@ class _Flight:
     prefilled_ns: int = 0
     first_ns: int = 0
 
-
-@define
-class _Queued:
-    key: int
-    traced: TraceRequest
-    summary: RequestSummary
-    hashes: Sequence[int]
-    arrived_ns: int
+    def since_arrival_s(self, time_ns: int) -> float:
+        return (time_ns - self.arrived.arrived_ns) / 1e9
 
 
 class _Replay:
@@ -107,7 +108,7 @@ class _Replay:
         """Requests that wait for the first worker, each with its key and time of arrival."""
         self._busy = busy
         self._queue = RequestQueue(busy.max_queued_requests)
-        self._queued: dict[Place, _Queued] = {}
+        self._queued: dict[Place, _Arrived] = {}
         """Requests that wait because every worker is busy."""
         self._trace_is_over = False
         self._serving = Role.BOTH if any(w.role is Role.BOTH for w in workers) else Role.DECODE
@@ -150,29 +151,30 @@ class _Replay:
             prompt_tokens=tokens,
             max_tokens=traced.output_length,
         )
+        one = _Arrived(key, traced, summary, hashes, arrived_ns)
         if self._tuning is not None:
             self._tuning.arrived(summary)
-        route = None if self._queued else self._route(summary, hashes)
+        route = None if self._queued else self._route(one)
         if route is not None:
-            self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
+            self._begin(one, route, counts=counts)
             return
         if self._workforce is not None and counts:
             self._workforce.arrived(self._serving, tokens, tokens)
-        self._wait(_Queued(key, traced, summary, hashes, arrived_ns))
+        self._wait(one)
 
-    def _route(self, summary: RequestSummary, hashes: Sequence[int]) -> Route | None:
+    def _route(self, one: _Arrived) -> Route | None:
         """None while every worker is busy."""
         if not self._busy.enabled:
-            route: Route | None = self._pool.route(summary, hashes, self._decoders)
+            route: Route | None = self._pool.route(one.summary, one.hashes, self._decoders)
         else:
-            route = self._pool.route_to_free(summary, hashes, self._decoders, self._busy)
+            route = self._pool.route_to_free(one.summary, one.hashes, self._decoders, self._busy)
         if route is not None:
             self.outcome.routing_s += route.routing_s
             if self.outcome.tokens_given_up is not None:
                 self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
         return route
 
-    def _wait(self, queued: _Queued) -> None:
+    def _wait(self, queued: _Arrived) -> None:
         place = self._queue.place(queued.summary.priority)
         if not self._queue.enter(place):
             self._refused(queued)
@@ -187,12 +189,12 @@ class _Replay:
         if place in self._queued:
             self._refused(self._leave_queue(place))
 
-    def _refused(self, queued: _Queued) -> None:
+    def _refused(self, queued: _Arrived) -> None:
         self.outcome.refused += 1
         if self._tuning is not None:
             self._tuning.ended(str(queued.key), None)
 
-    def _leave_queue(self, place: Place) -> _Queued:
+    def _leave_queue(self, place: Place) -> _Arrived:
         self._queue.leave(place)
         queued = self._queued.pop(place)
         self._fleet.keep_in_step(bool(self._queued))
@@ -202,13 +204,11 @@ class _Replay:
         """A worker's load fell, or one came: begin what waits, as far as they take it."""
         while (place := self._queue.first()) is not None:
             one = self._queued[place]
-            route = self._route(one.summary, one.hashes)
+            route = self._route(one)
             if route is None:
                 return
             self._leave_queue(place)
-            self._begin(
-                one.key, one.traced, one.summary, one.hashes, route, one.arrived_ns, counts=False
-            )
+            self._begin(one, route, counts=False)
 
     def finish(self) -> None:
         """Let every request end."""
@@ -264,17 +264,8 @@ class _Replay:
 
     # ------------------------------------------------------------------ requests
 
-    def _begin(
-        self,
-        key: int,
-        traced: TraceRequest,
-        summary: RequestSummary,
-        hashes: Sequence[int],
-        route: Route,
-        arrived_ns: int,
-        *,
-        counts: bool,
-    ) -> None:
+    def _begin(self, one: _Arrived, route: Route, *, counts: bool) -> None:
+        key, summary, hashes = one.key, one.summary, one.hashes
         side, now_ns = self._prefill, self._fleet.now_ns
         answer = side.decide(summary, hashes, route, now_ns) if side is not None else None
         wanted = answer is not None and answer.separate
@@ -285,11 +276,9 @@ class _Replay:
         worker_id, tokens = route.candidate.worker_id, summary.prompt_tokens
         ticket = self._load.dispatch(worker_id, tokens, self._block_size, route.overlap_tokens)
         self._flights[key] = _Flight(
-            key=key,
+            arrived=one,
             worker_id=worker_id,
-            traced=traced,
             request=VirtualRequest(tokens, max(1, summary.max_tokens), hashes),
-            arrived_ns=arrived_ns,
             ticket=ticket,
             ahead_tokens=route.candidate.load.active_prefill_tokens,
             uncached_tokens=ticket.prefill_tokens,
@@ -379,7 +368,7 @@ class _Replay:
         flight.first_ns = event.time_ns
         flight.cached_tokens = max(flight.cached_tokens, event.cached_tokens)
         if self._workforce is not None:
-            ttft_s = (event.time_ns - flight.arrived_ns) / 1e9
+            ttft_s = flight.since_arrival_s(event.time_ns)
             self._workforce.first_token(event.key, flight.worker_id, ttft_s, event.time_ns)
         if self._prefill is not None:
             self._measure(flight, self._prefill)
@@ -393,7 +382,7 @@ class _Replay:
             took_s = (flight.first_ns - flight.prefilled_ns) / 1e9
             side.handed_over(flight.uncached_tokens, took_s)
         elif not flight.separate:
-            took_s = (flight.first_ns - flight.arrived_ns) / 1e9
+            took_s = flight.since_arrival_s(flight.first_ns)
             side.meter.local_prefill.add(flight.ahead_tokens + flight.uncached_tokens, took_s)
 
     def _prefill_ends(self, event: RequestDone) -> None:
@@ -419,8 +408,8 @@ class _Replay:
             prompt_tokens=flight.request.prompt_tokens,
             output_tokens=flight.request.output_tokens,
             cached_tokens=flight.cached_tokens,
-            ttft_s=(flight.first_ns - flight.arrived_ns) / 1e9,
-            duration_s=(now_ns - flight.arrived_ns) / 1e9,
+            ttft_s=flight.since_arrival_s(flight.first_ns),
+            duration_s=flight.since_arrival_s(now_ns),
         )
         self.outcome.finished.append(done)
         if self._workforce is not None:
@@ -440,7 +429,7 @@ def _fitting(flight: _Flight) -> Iterator[None]:
     except DoesNotFitError:
         raise  # another request, which could begin because of this one
     except ValueError as error:
-        raise DoesNotFitError(flight.traced, error) from error
+        raise DoesNotFitError(flight.arrived.traced, error) from error
 
 
 def replay(

@@ -482,18 +482,14 @@ class EngineContract(ABC):
         async with self._pair() as pair:
             for repeated in (1, 5):
                 prompt = self._prompt(repeated)
-                # Computed by the prefill worker under another salt, so that neither has it cached.
-                salted = self._apart(self._request(prompt), "alone")
-                expected = tokens(await collect(pair.prefill, salted))
-                deltas = await pair.run(self._request(prompt))
-                assert tokens(deltas) == expected
+                expected = await self._alone(pair, prompt)
+                assert tokens(await pair.run(self._request(prompt))) == expected
                 await self._both_idle(pair)
 
     async def test_prefixes_on_either_side_change_nothing(self) -> None:
         async with self._pair() as pair:
             prompt = self._prompt()
-            salted = self._apart(self._request(prompt), "alone")
-            expected = tokens(await collect(pair.prefill, salted))
+            expected = await self._alone(pair, prompt)
             await collect(pair.prefill, self._request(prompt[: len(prompt) // 2]))
             await collect(pair.decode, self._request(prompt[: len(prompt) // 3]))
             assert tokens(await pair.run(self._request(prompt))) == expected
@@ -504,8 +500,7 @@ class EngineContract(ABC):
     async def test_many_at_once(self) -> None:
         async with self._pair() as pair:
             prompts = [self._prompt()[shift:] for shift in range(6)]
-            salted = [self._apart(self._request(each), "alone") for each in prompts]
-            expected = [tokens(await collect(pair.prefill, each)) for each in salted]
+            expected = [await self._alone(pair, each) for each in prompts]
             answers = await asyncio.gather(*(pair.run(self._request(each)) for each in prompts))
             assert [tokens(deltas) for deltas in answers] == expected
             await self._both_idle(pair)
@@ -549,7 +544,7 @@ class EngineContract(ABC):
         async with self._pair(lease_s=lease_s) as pair:
             for shift, late_s in enumerate(_LATE_S):
                 request = self._request(self._prompt()[shift:])
-                expected = tokens(await collect(pair.prefill, self._apart(request, "alone")))
+                expected = await self._alone(pair, request.token_ids)
                 handover = pair.handover(request)
                 first = await collect(pair.prefill, pair.style.prefill_request(handover))
                 # A worker looks for lapsed leases now and then, and until it does, a reader may
@@ -586,8 +581,10 @@ class EngineContract(ABC):
             own = await collect(pair.decode, self._request(self._prompt()))
             assert tokens(own) == expected
 
-    async def _alone(self, pair: WorkerPair) -> list[int]:
-        return tokens(await collect(pair.prefill, self._salted("alone")))
+    async def _alone(self, pair: WorkerPair, prompt: Sequence[int] | None = None) -> list[int]:
+        """The answer of the prefill worker, under another salt so that neither has it cached."""
+        request = self._request(self._prompt() if prompt is None else prompt)
+        return tokens(await collect(pair.prefill, self._apart(request, "alone")))
 
     def _salted(self, salt: str) -> GenerateRequest:
         return self._apart(self._request(self._prompt()), salt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import click
 
@@ -12,7 +13,6 @@ from commutator.cli.added import AddedCommands
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
 from commutator_slo.cli.profile import profile_command
-from commutator_slo.cli.text import observed_lines, role_lines, time_of_day, tuning_lines
 
 __all__ = ["planner"]
 
@@ -50,7 +50,7 @@ def status(door: FrontDoor) -> None:
     click.echo(f"{told['kind']} {does}, every {told['interval_s']:g} s; {told['plans']} plans")
     if (last := told["last"]) is None:
         return
-    for line in [*role_lines(last), *tuning_lines(told.get("tuning"))]:
+    for line in [*_role_lines(last), *_tuning_lines(told.get("tuning"))]:
         click.echo(line)
     for warning in last["warnings"]:
         click.echo(f"warning: {warning}")
@@ -77,10 +77,10 @@ def explain(door: FrontDoor, at: str | None) -> None:
             if at
             else "the planner has not made a plan yet"
         )
-    click.echo(time_of_day(told["time"]))
-    for line in observed_lines(told["observed"]):
+    click.echo(_time_of_day(told["time"]))
+    for line in _observed_lines(told["observed"]):
         click.echo(f"  {line}")
-    for line in [*role_lines(told), *tuning_lines(told.get("tuning"))]:
+    for line in [*_role_lines(told), *_tuning_lines(told.get("tuning"))]:
         click.echo(f"  {line}")
     for action in told["actions"]:
         what = action["worker_id"] or action["role"]
@@ -100,7 +100,7 @@ def explain(door: FrontDoor, at: str | None) -> None:
 def history(door: FrontDoor, count: int) -> None:
     """Print the latest changes and warnings, one line each; the planner remembers 1,000."""
     for one in door.administer("GET", "/admin/planner/history")[-count:]:
-        click.echo(f"{time_of_day(one['time'])} {one['text']}")
+        click.echo(f"{_time_of_day(one['time'])} {one['text']}")
 
 
 def _unix_s(text: str, now_unix_s: float) -> float:
@@ -116,3 +116,74 @@ def _unix_s(text: str, now_unix_s: float) -> float:
         raise CommutatorError(
             f"--at {text}: expected a time such as 14:05:10 or 2026-05-01T14:05:10"
         ) from error
+
+
+# ------------------------------------------------------------------------- plans as text
+
+
+def _role_lines(plan: dict[str, Any]) -> list[str]:
+    return [
+        f"{role}: {one['desired']} wanted, {one['ready']} ready, {one['starting']} starting, "
+        f"{one['draining']} draining; {one['reason']}; {_speed(one)}"
+        for role, one in plan["roles"].items()
+    ]
+
+
+def _speed(role: dict[str, Any]) -> str:
+    """What the speed of a worker rests on."""
+    if role["residual"] is None:
+        return f"speed as told, {role['samples']} samples"
+    return f"speed of {role['samples']} samples, residual {role['residual']:.1%}"
+
+
+def _observed_lines(seen: dict[str, Any]) -> list[str]:
+    lines = []
+    if seen["arrivals"] is None:
+        lines.append("observed: arrivals are not known, as no front door reports or one is silent")
+    else:
+        lines += [
+            f"observed: {one['requests']} requests for {role} in {seen['window_s']:g} s, "
+            f"{one['uncached_tokens']} of {one['prompt_tokens']} prompt tokens not cached"
+            for role, one in seen["arrivals"].items()
+        ]
+    if seen["requests_in_flight"] is None:
+        lines.append("workers are not known: the registry has not been seen yet")
+    else:
+        lines.append(
+            f"{seen['requests_in_flight']} requests in flight at {seen['workers']} workers"
+        )
+    if seen["waiting_requests"]:
+        lines.append(
+            f"{seen['waiting_requests']} requests wait for a worker, the oldest for "
+            f"{seen['oldest_wait_s']:.1f} s"
+        )
+    for name, target in (("attained_ttft", "ttft_s"), ("attained_itl", "itl_s")):
+        if seen[name] is not None:
+            lines.append(f"{seen[name]:.1%} within {target}")
+    for seconds in seen["started_s"]:
+        lines.append(f"a worker became ready after {seconds:.1f} s")
+    return lines
+
+
+def _tuning_lines(told: dict[str, Any] | None) -> list[str]:
+    """What tuning does now; nothing where it is off."""
+    if told is None:
+        return []
+    values = ", ".join(f"{option}={value:g}" for option, value in told["options"].items())
+    lines = [f"tuning ({told['mode']}): {values}"]
+    if (trial := told["trial"]) is not None:
+        before, tried = (one["ended"] for one in told["arms"])
+        lines.append(
+            f"tuning: {trial['option']}={trial['value']:g} is tried on {trial['share']:.0%} of "
+            f"requests now; {tried} ended with it, {before} without"
+        )
+    elif told["searching"]:
+        lines.append("tuning: a search runs")
+    if told["last"] is not None:
+        lines.append(f"tuning, last: {told['last']}")
+    return lines
+
+
+def _time_of_day(unix_s: float) -> str:
+    """The local time of day."""
+    return datetime.fromtimestamp(unix_s, UTC).astimezone().strftime("%H:%M:%S")
