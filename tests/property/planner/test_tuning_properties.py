@@ -115,7 +115,7 @@ def on_trial(value: float) -> tuple[Watched, Trial]:
 def requests(rng: random.Random, number: int, ttft_s: float) -> ArmCounts:
     made = ArmCounts()
     for _ in range(number):
-        made = made.plus(trial_outcome(TARGETS, rng.expovariate(1 / ttft_s), 0.1))
+        made += trial_outcome(TARGETS, rng.expovariate(1 / ttft_s), 0.1)
     return made
 
 

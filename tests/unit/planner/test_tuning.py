@@ -437,7 +437,7 @@ def test_a_request_counts_by_its_delay_and_its_misses() -> None:
     assert (late.delay, late.missed, late.failed) == (2.0, True, False)
     failed = trial_outcome(targets, None, 0.0)
     assert (failed.delay, failed.missed, failed.failed) == (4.0, True, True)
-    both = ArmCounts().plus(inside).plus(late)
+    both = inside + late
     assert (both.ended, both.missed, both.mean_delay) == (2, 1, 1.375)
     assert both.delay_variance == pytest.approx(0.625**2 / 2)
-    assert both - ArmCounts().plus(late) == ArmCounts().plus(inside)
+    assert both - late == inside

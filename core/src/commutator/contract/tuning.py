@@ -22,7 +22,6 @@ from commutator.contract.request import RequestSummary
 __all__ = [
     "ArmCounts",
     "Trial",
-    "TrialOutcome",
     "Tuning",
     "TuningContext",
     "counted",
@@ -32,29 +31,6 @@ __all__ = [
 _MOST_DELAY = 4.0
 """A request that takes longer than this many times the target counts no more: one that hung would
 outweigh all others."""
-
-
-@frozen(kw_only=True)
-class TrialOutcome:
-    """How one request ended, as trials are judged by it."""
-
-    delay: float
-    """Mean of its time to the first token and its time between tokens, each as a part of its
-    target, from 0 to 4; 4 where it failed."""
-    missed: bool
-    """Whether it missed a target, or failed."""
-    failed: bool = False
-    """Whether it failed."""
-
-
-def trial_outcome(targets: PlannerTargets, ttft_s: float | None, itl_s: float) -> TrialOutcome:
-    """The outcome of a request; ``ttft_s`` is None where it failed."""
-    if ttft_s is None:
-        return TrialOutcome(delay=_MOST_DELAY, missed=True, failed=True)
-    parts = ttft_s / targets.ttft_s, itl_s / targets.itl_s
-    return TrialOutcome(
-        delay=sum(min(part, _MOST_DELAY) for part in parts) / len(parts), missed=max(parts) > 1
-    )
 
 
 @frozen(kw_only=True)
@@ -68,19 +44,10 @@ class ArmCounts:
     failed: int = 0
     """Of them, those that failed."""
     delay: float = 0.0
-    """The sum of their delays."""
+    """The sum of their delays: of each the mean of its time to the first token and its time between
+    tokens, as parts of their targets, from 0 to 4; 4 where it failed."""
     delay_squared: float = 0.0
     """The sum of the squares of their delays."""
-
-    def plus(self, one: TrialOutcome) -> ArmCounts:
-        """With one more request."""
-        return ArmCounts(
-            ended=self.ended + 1,
-            missed=self.missed + one.missed,
-            failed=self.failed + one.failed,
-            delay=self.delay + one.delay,
-            delay_squared=self.delay_squared + one.delay * one.delay,
-        )
 
     def __add__(self, other: ArmCounts) -> ArmCounts:
         return self._with(other, 1)
@@ -110,12 +77,29 @@ class ArmCounts:
         return max(0.0, self.delay_squared / self.ended - self.mean_delay**2) / self.ended
 
 
+def trial_outcome(targets: PlannerTargets, ttft_s: float | None, itl_s: float) -> ArmCounts:
+    """How one request ended, as trials are judged by it; ``ttft_s`` is None where it failed."""
+    if ttft_s is None:
+        delay, missed = _MOST_DELAY, True
+    else:
+        parts = ttft_s / targets.ttft_s, itl_s / targets.itl_s
+        delay = sum(min(part, _MOST_DELAY) for part in parts) / len(parts)
+        missed = max(parts) > 1
+    return ArmCounts(
+        ended=1,
+        missed=int(missed),
+        failed=int(ttft_s is None),
+        delay=delay,
+        delay_squared=delay * delay,
+    )
+
+
 def counted(
-    arms: tuple[ArmCounts, ArmCounts], takes: bool, one: TrialOutcome
+    arms: tuple[ArmCounts, ArmCounts], takes: bool, one: ArmCounts
 ) -> tuple[ArmCounts, ArmCounts]:
     """``arms``, before and tried, with one more request, which has the tried value or not."""
     before, tried = arms
-    return (before, tried.plus(one)) if takes else (before.plus(one), tried)
+    return (before, tried + one) if takes else (before + one, tried)
 
 
 @frozen(kw_only=True)

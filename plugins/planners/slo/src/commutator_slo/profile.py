@@ -1,22 +1,20 @@
-"""Which requests tell how fast a worker is, and what they tell. Pure.
+"""Which requests tell how fast a worker is, and what they tell.
 
-A prompt of
-each length from ``FIRST_PROMPT_TOKENS`` on, doubled until one takes too long; the longest of them
-again; then batches of 1, 2, 4, ... requests that decode together.
+A prompt of each length from ``FIRST_PROMPT_TOKENS`` on, doubled until one takes too long; the
+longest of them again; then batches of 1, 2, 4, ... requests that decode together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
-from typing import Protocol
 
 from attrs import frozen
 
 from commutator.contract.planner import EnginePerformance
 from commutator_slo.performance import Fit, Sample, fit
 
-__all__ = ["Answered", "Profile", "Sender", "profile", "profile_steps", "profiled"]
+__all__ = ["Answered", "Profile", "Send", "profile"]
 
 FIRST_PROMPT_TOKENS = 64
 _LENGTHS = 5
@@ -60,14 +58,12 @@ class Answered:
         return (self.ended_s - self.first_s) / max(1, self.tokens - 1)
 
 
-class Sender(Protocol):
-    """Sends requests to one worker that has no others."""
+Send = Callable[[int, int, int], Awaitable[Sequence[Answered]]]
+"""Sends so many requests at once to one worker that has no others.
 
-    async def __call__(self, requests: int, prompt_tokens: int, tokens: int) -> Sequence[Answered]:
-        """As many requests at once, with prompts that no cache holds; every answer has ``tokens``.
-
-        Raises CommutatorError.
-        """
+Their prompts have so many tokens, which no cache holds, and every answer so many. Raises
+CommutatorError.
+"""
 
 
 @frozen(kw_only=True)
@@ -81,54 +77,46 @@ class Profile:
     """Mean time between tokens by requests that decode at once."""
 
 
-async def profile(send: Sender, *, longest: int, most_requests: int) -> Profile:
+async def profile(send: Send, *, longest: int, most_requests: int) -> Profile:
     """Measure a worker.
 
     ``longest``: of prompt and answer together, in tokens; ``most_requests``: in the largest batch.
     """
-    steps = profile_steps(longest=longest, most_requests=most_requests)
     answers: list[Sequence[Answered]] = []
-    wanted = next(steps)
-    while True:
-        answers.append(await send(*wanted))
-        try:
-            wanted = steps.send(answers[-1])
-        except StopIteration:
-            return profiled(answers)
 
+    async def ask(requests: int, prompt_tokens: int, tokens: int) -> Sequence[Answered]:
+        answers.append(await send(requests, prompt_tokens, tokens))
+        return answers[-1]
 
-def profile_steps(
-    *, longest: int, most_requests: int
-) -> Generator[tuple[int, int, int], Sequence[Answered], None]:
-    """What to send, one after the other, as the arguments of ``Sender``; gets the answers."""
-    yield 1, _SHORT_PROMPT_TOKENS, 2  # the first request of all is not like the others
+    await send(1, _SHORT_PROMPT_TOKENS, 2)  # the first request of all is not like the others
     lengths: list[int] = []
     length = FIRST_PROMPT_TOKENS
     while length <= min(longest - 2, _MOST_PROMPT_TOKENS):
-        (one,) = yield 1, length, 2
+        (one,) = await ask(1, length, 2)
         lengths.append(length)
         if one.ttft_s > _LONGEST_TTFT_S:
             break
         length *= 2
     for _ in range(_REPEATS - 1):
         for length in lengths[-_LENGTHS:]:
-            yield 1, length, 2
-    (one,) = yield 1, _SHORT_PROMPT_TOKENS, _FEWEST_TOKENS
+            await ask(1, length, 2)
+    (one,) = await ask(1, _SHORT_PROMPT_TOKENS, _FEWEST_TOKENS)
     itl_s, requests = one.itl_s, 1
     while requests <= most_requests:
         tokens = round(min(max(_FEWEST_TOKENS, _BATCH_S / itl_s), _MOST_TOKENS))
         tokens = min(tokens, longest - _SHORT_PROMPT_TOKENS)
-        batch = yield requests, _SHORT_PROMPT_TOKENS, tokens
+        batch = await ask(requests, _SHORT_PROMPT_TOKENS, tokens)
         itl_s = max(one.itl_s for one in batch)
         requests *= 2
+    return _profiled(answers)
 
 
-def profiled(answers: Sequence[Sequence[Answered]]) -> Profile:
-    """What batches of answers tell, in the order of ``profile_steps``; the first is left out."""
+def _profiled(answers: Sequence[Sequence[Answered]]) -> Profile:
+    """What batches of answers tell."""
     samples: list[Sample] = []
     ttft_s: dict[int, list[float]] = {}
     itl_s: dict[int, float] = {}
-    for batch in answers[1:]:
+    for batch in answers:
         for one in batch:
             samples += _samples(one, batch)
         if len(batch) == 1 and batch[0].prompt_tokens >= FIRST_PROMPT_TOKENS:

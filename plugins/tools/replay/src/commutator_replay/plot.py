@@ -20,19 +20,11 @@ __all__ = [
 ]
 
 mpl.use("Agg")
-
-
 # In an SVG text stays text, and equal figures give equal files.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 
-
-_CHOSEN, _OTHER, _SECOND = "#2f6f9f", "#b9c4cc", "#e39b3a"
-
-
-_ATTAINED = "#5a9e6f"
-
-
-_LINES = (_OTHER, _SECOND, _CHOSEN, "#5a9e6f", "#a05a9e")
+_CHOSEN, _OTHER, _SECOND, _ATTAINED = "#2f6f9f", "#b9c4cc", "#e39b3a", "#5a9e6f"
+_LINES = (_OTHER, _SECOND, _CHOSEN, _ATTAINED, "#a05a9e")
 
 
 def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:

@@ -121,9 +121,9 @@ def _attained(counts: ArmCounts) -> float:
 def _counts(outcome: Outcome, targets: PlannerTargets) -> ArmCounts:
     counts = ArmCounts()
     for one in outcome.finished:
-        counts = counts.plus(trial_outcome(targets, one.ttft_s, one.itl_s))
+        counts += trial_outcome(targets, one.ttft_s, one.itl_s)
     for _ in range(outcome.refused):
-        counts = counts.plus(trial_outcome(targets, None, 0.0))
+        counts += trial_outcome(targets, None, 0.0)
     return counts
 
 
