@@ -211,7 +211,8 @@ async def _ask(registry: str, believed: Believed) -> None:
 
 if __name__ == "__main__":
     # Each wrong frame ends a connection: with pauses as usual, 10,000 would take an hour.
-    client_module.RECONNECT = hub_module.RECONNECT = Backoff(first_s=0.001, longest_s=0.01)
+    client_module.RECONNECT = Backoff(first_s=0.001, longest_s=0.01)
+    vars(hub_module)["RECONNECT"] = client_module.RECONNECT
     watched = Watched()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
         runner.run(read_all(watched, sys.argv[1:]))
