@@ -18,6 +18,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.planner import PlannedWorker, WorkerPhase
 from commutator.contract.worker import EngineLoad, KvTransferInfo, Role
+from commutator.demand import DoorReports
 from commutator.errors import ConfigError
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import Fleet
@@ -43,10 +44,11 @@ class Engine(FakeEngine):
         pass
 
 
-class Doors:
-    """What the front doors have in flight."""
+class Doors(DoorReports):
+    """What the front doors have in flight, as the test says."""
 
     def __init__(self) -> None:
+        super().__init__(silence_s=5.0, gone_s=15.0)
         self.requests: dict[str, int] = {}
         self.heard = True
 
