@@ -31,9 +31,7 @@ from commutator.contract.settings import NonNegativeInt, Secret, setting
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EventSource
 from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model
 from commutator.trust import is_loopback, secret_of_this_process
-from commutator_engine_kit.model_files import start_command
 
 __all__ = [
     "RANKS_ON_LOOPBACK",
@@ -284,6 +282,10 @@ def server_plan(
     address: str,
 ) -> LaunchPlan:
     """The plan of a server, whose command line it logs. A GGUF file is converted before."""
+    # Both load tokenizers, which a list of plugins needs not.
+    from commutator.tokenizer import locate_model
+    from commutator_engine_kit.model_files import start_command
+
     log_command(config, context, env, command)
     argv = start_command(locate_model(context.model.source), command)
     return LaunchPlan(argv=argv, address=address, env=env)
