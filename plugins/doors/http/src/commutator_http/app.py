@@ -23,7 +23,7 @@ from commutator.frontend import (
     operations_routes,
 )
 from commutator_http.api_keys import StaticKeys
-from commutator_http.call import CALL, DOOR, BodyLimits, DoorParts, HttpCall, MountedRoute
+from commutator_http.call import CALL, DOOR, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
 from commutator_http.cors import Cors
 from commutator_http.middleware import (
@@ -61,14 +61,8 @@ def build_app(
         middlewares.append(cors.preflight)
     if not gate.is_open:
         middlewares.append(authenticate if guarded else authenticate_administrator)
-    parts = DoorParts(
-        services,
-        gate,
-        _limits(config),
-        _first(protocols),
-        identifies=guarded and not gate.is_open,
-        cors=cors,
-    )
+    identifies = guarded and not gate.is_open
+    parts = DoorParts(config, services, gate, protocols, identifies=identifies, cors=cors)
     app = _app(parts, protocols, middlewares)
     shown = config.operations != "off"
     app.add_routes(health_routes(services, local_socket, probes_only=not shown))
@@ -86,7 +80,7 @@ def build_local_app(
     local_socket: str,
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
-    parts = DoorParts(services, services.gate, _limits(config), _first(protocols))
+    parts = DoorParts(config, services, services.gate, protocols)
     app = _app(parts, protocols)
     app.add_routes(health_routes(services, local_socket))
     app.add_routes(admin_routes(services, own_user))
@@ -100,7 +94,7 @@ def _app(
 ) -> web.Application:
     """An application that serves the protocols. Raises ConfigError."""
     app = web.Application(
-        middlewares=[exchange, *middlewares], client_max_size=parts.limits.max_bytes
+        middlewares=[exchange, *middlewares], client_max_size=parts.max_body_bytes
     )
     app.on_response_prepare.append(add_headers)
     app[DOOR] = parts
@@ -163,14 +157,6 @@ def _gate(config: HttpConfig, services: FrontendServices) -> Gate:
     """Who tells the clients of the door apart: its own keys first. Raises ConfigError."""
     keys = [secret.reveal() for secret in config.api_keys]
     return services.gate.after("api_keys", StaticKeys(keys)) if keys else services.gate
-
-
-def _limits(config: HttpConfig) -> BodyLimits:
-    return BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-
-
-def _first(protocols: Sequence[MountedProtocol]) -> MountedProtocol | None:
-    return protocols[0] if protocols else None
 
 
 def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> list[web.RouteDef]:

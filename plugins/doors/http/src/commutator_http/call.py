@@ -18,8 +18,8 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
-from attrs import field, frozen
-from multidict import istr
+from attrs import frozen
+from multidict import CIMultiDictProxy, istr
 
 from commutator.contract.answer import Failure
 from commutator.contract.protocol import MountedProtocol
@@ -32,6 +32,7 @@ from commutator.frontend import (
     Gate,
     rate_limits,
 )
+from commutator_http.config import HttpConfig
 from commutator_http.cors import Cors
 from commutator_http.inflate import CODINGS, InflateError, Inflater
 from commutator_http.strangers import Strangers
@@ -40,7 +41,6 @@ __all__ = [
     "CALL",
     "DOOR",
     "OTHER",
-    "BodyLimits",
     "ClientConnection",
     "DoorParts",
     "HttpCall",
@@ -78,21 +78,6 @@ class ClientConnection:
         """The request is complete, and what there is of an answer is read."""
 
 
-@frozen(kw_only=True)
-class BodyLimits:
-    """Limits of the bodies of one front-door process."""
-
-    max_bytes: int
-    """Of one body."""
-    timeout_s: float
-    """For a body to arrive."""
-    budget: ByteBudget = field(init=False)
-    """Of the bodies that are being read or parsed, small ones apart."""
-
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "budget", ByteBudget(_BODIES * self.max_bytes, _MAX_WAITING))
-
-
 @frozen
 class MountedRoute:
     """A path of a door, and the protocol that has it."""
@@ -108,23 +93,24 @@ class DoorParts:
 
     def __init__(
         self,
+        config: HttpConfig,
         services: FrontendServices,
         gate: Gate,
-        limits: BodyLimits,
-        default: MountedProtocol | None = None,
+        protocols: Sequence[MountedProtocol] = (),
         *,
         identifies: bool = False,
         cors: Cors | None = None,
     ) -> None:
-        """``default``: the protocol in whose shape errors are said where no route is found.
-
-        ``identifies``: whether clients must say who they are, but on the paths of ``files``.
-        """
+        """``identifies``: whether clients must say who they are, but on the paths of ``files``."""
         self.services = services
         self.gate = gate
-        self.limits = limits
+        self.max_body_bytes = config.max_body_bytes
+        self.body_timeout_s = config.body_timeout_s
+        self.bodies = ByteBudget(_BODIES * config.max_body_bytes, _MAX_WAITING)
+        """Those that are being read or parsed, small ones apart."""
         self.forward_headers = tuple(services.config.forward_headers)
-        self.default = default
+        self.default = protocols[0] if protocols else None
+        """In whose shape errors are said where no route is found."""
         self.identifies = identifies
         self.cors = cors
         self.protocols: dict[Handler, MountedProtocol] = {}
@@ -174,6 +160,7 @@ class HttpCall(Call):
     """Its last bytes are written, though perhaps not sent."""
     sent = False
     """Its last bytes are the network's: a client that leaves from then on may have read it."""
+    headers: CIMultiDictProxy[str]
     _failed: Callable[[Failure], bytes] | None = None
 
     def __init__(
@@ -190,6 +177,7 @@ class HttpCall(Call):
         self.request = request
         self.parts_of_door = parts
         self.protocol = protocol
+        self._path_parts: Mapping[str, str] = {}
 
     @classmethod
     def of(cls, request: web.Request) -> HttpCall:
@@ -198,7 +186,9 @@ class HttpCall(Call):
         resource = found.route.resource
         endpoint = OTHER if resource is None else resource.canonical
         protocol = parts.protocols.get(found.handler, parts.default)
-        return cls(request, parts, endpoint, request.path, protocol)
+        call = cls(request, parts, endpoint, request.path, protocol)
+        call._path_parts = found
+        return call
 
     @property
     def peer(self) -> str | None:
@@ -214,15 +204,65 @@ class HttpCall(Call):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        return self.request.match_info
+        return self._path_parts
 
     def room_for_body(self) -> AbstractAsyncContextManager[None]:
-        return room_for_body(self.request, self, self.parts_of_door.limits)
+        request, parts = self.request, self.parts_of_door
+        # Browsers send text/plain, and bodies without a type, to any site without asking. Requiring
+        # JSON keeps such pages out.
+        if not _is_json(request.content_type):
+            given = request.content_type[:100] if "Content-Type" in self.headers else "none"
+            raise Failure(
+                web.HTTPUnsupportedMediaType.status_code,
+                f"expected Content-Type: application/json, got {given}",
+                "unsupported_media_type",
+            )
+        coding, length = _coding(self.headers), request.content_length
+        if length is not None and length > parts.max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(parts.max_body_bytes, length)
+        limiter = self.services.limiter
+        if limiter.is_full:
+            limiter.check(self.caller())
+        if length is None or coding is not None:
+            length = parts.max_body_bytes
+        return _SMALL if length <= _INLINE_BYTES else parts.bodies.hold(length)
 
     async def read(self) -> bytes:
         if not self.body:  # the protocol may look at it again
-            self.body = await read_body(self.request, self.parts_of_door.limits)
+            complete = self.request.content.is_eof()
+            self.body = await (self._read_to_end() if complete else self._read_in_time())
         return self.body
+
+    async def _read_in_time(self) -> bytes:
+        connection, timeout_s = self.request.protocol, self.parts_of_door.body_timeout_s
+        if isinstance(connection, ClientConnection):
+            connection.waits_for_client()
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await self._read_to_end()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"the body did not arrive within {timeout_s:g} s"
+            raise Failure(web.HTTPRequestTimeout.status_code, text, "body_too_slow") from None
+        finally:
+            if isinstance(connection, ClientConnection):
+                connection.works_for_client()
+
+    async def _read_to_end(self) -> bytes:
+        """The whole body, unpacked. Raises RequestError, Failure, HTTPRequestEntityTooLarge."""
+        content, max_bytes = self.request.content, self.parts_of_door.max_body_bytes
+        try:
+            coding = _coding(self.headers)
+            if coding is not None:
+                return await _read_compressed(content, coding, max_bytes)
+            if not content.is_eof():
+                return await self.request.read()
+            return _within(max_bytes, content.read_nowait())
+        except (HttpProcessingError, web.RequestPayloadError, InflateError) as error:
+            text = f"the body cannot be read: {_reason(error)}"
+            raise RequestError(text, code="invalid_body") from error
 
     async def reply(
         self, parts: list[bytes], content_type: str = "application/json; charset=utf-8"
@@ -338,70 +378,7 @@ def close_after(response: web.StreamResponse) -> None:
     response.headers[hdrs.CONNECTION] = "close"
 
 
-def room_for_body(
-    request: web.Request, call: Call, limits: BodyLimits
-) -> AbstractAsyncContextManager[None]:
-    """Inside, the body may be read: what the headers say of it is within the limits.
-
-    A large body holds its share of the budget.
-    """
-    # Browsers send text/plain, and bodies without a type, to any site without asking. Requiring
-    # JSON keeps such pages out.
-    if not _is_json(request.content_type):
-        given = request.content_type[:100] if "Content-Type" in request.headers else "none"
-        raise Failure(
-            web.HTTPUnsupportedMediaType.status_code,
-            f"expected Content-Type: application/json, got {given}",
-            "unsupported_media_type",
-        )
-    coding = _coding(request)
-    length = request.content_length
-    if length is not None and length > limits.max_bytes:
-        raise web.HTTPRequestEntityTooLarge(max_size=limits.max_bytes, actual_size=length)
-    limiter = call.services.limiter
-    if limiter.is_full:
-        limiter.check(call.caller())
-    if length is None or coding is not None:
-        length = limits.max_bytes
-    return _SMALL if length <= _INLINE_BYTES else limits.budget.hold(length)
-
-
 _SMALL: AbstractAsyncContextManager[None] = nullcontext()
-
-
-async def read_body(request: web.Request, limits: BodyLimits) -> bytes:
-    """The whole body, unpacked. Raises RequestError, Failure, HTTPRequestEntityTooLarge."""
-    if request.content.is_eof():
-        return await _read_to_end(request, limits)
-    connection = request.protocol
-    if isinstance(connection, ClientConnection):
-        connection.waits_for_client()
-    timeout_s = limits.timeout_s
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await _read_to_end(request, limits)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        text = f"the body did not arrive within {timeout_s:g} s"
-        raise Failure(web.HTTPRequestTimeout.status_code, text, "body_too_slow") from None
-    finally:
-        if isinstance(connection, ClientConnection):
-            connection.works_for_client()
-
-
-async def _read_to_end(request: web.Request, limits: BodyLimits) -> bytes:
-    try:
-        coding, content = _coding(request), request.content
-        if coding is not None:
-            return await _read_compressed(content, coding, limits.max_bytes)
-        if not content.is_eof():
-            return await request.read()
-        return _within(limits.max_bytes, content.read_nowait())
-    except (HttpProcessingError, web.RequestPayloadError, InflateError) as error:
-        text = f"the body cannot be read: {_reason(error)}"
-        raise RequestError(text, code="invalid_body") from error
 
 
 def _within(max_bytes: int, body: bytes) -> bytes:
@@ -410,15 +387,15 @@ def _within(max_bytes: int, body: bytes) -> bytes:
     return body
 
 
-def _coding(request: web.Request) -> str | None:
+def _coding(headers: CIMultiDictProxy[str]) -> str | None:
     """How the body is compressed; None if it is not. Raises HttpError for what is unknown here.
 
     The connection's parser unpacks nothing: a few kilobytes may become as much as anybody wants,
     and a body that is refused for another reason is never looked at.
     """
-    if hdrs.CONTENT_ENCODING not in request.headers:
+    if hdrs.CONTENT_ENCODING not in headers:
         return None
-    given = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING)).strip().lower()
+    given = ",".join(headers.getall(hdrs.CONTENT_ENCODING)).strip().lower()
     if given in {"", "identity"}:
         return None
     if given not in CODINGS:
