@@ -1,0 +1,414 @@
+"""Reads requests: bodies of the Messages API become what core asks, in no protocol's words.
+
+Clients of many versions send many fields. Those without an effect here are named in the answer's
+X-Commutator-Ignored; those that ask for what cannot be done are refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from attrs import define, field
+
+from commutator.contract.conversation import (
+    Conversation,
+    Generate,
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    Speaker,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from commutator.errors import RequestError
+
+__all__ = ["Asked", "read_conversation", "read_request"]
+
+NOT_SERVED = "unsupported_parameter"
+_BILLING = "x-anthropic-billing-header:"
+"""Claude Code's first system block begins so, and differs from session to session: in a prompt it
+would keep all that follows it out of every cache."""
+_MAX_TOKENS = 2**31 - 1
+_MAX_STOPS = 16
+_MAX_NAME = 256
+
+_WITHOUT_EFFECT = frozenset({
+    *("anthropic_beta", "betas", "cache_control", "container", "context_management"),
+    *("diagnostics", "inference_geo", "mcp_servers", "metadata", "service_tier", "speed"),
+})  # fmt: skip
+"""Fields of the API that change nothing here; those of no API at all are ignored as well."""
+_READ = frozenset({
+    *("max_tokens", "messages", "model", "output_config", "stop_sequences", "stream", "system"),
+    *("temperature", "thinking", "tool_choice", "tools", "top_k", "top_p", "metadata"),
+    "cache_control",
+})  # fmt: skip
+
+KindT = TypeVar("KindT")
+
+
+@define
+class Asked:
+    """A request that was read."""
+
+    generate: Generate
+    ignored: list[str] = field(factory=list)
+    """The fields that have no effect."""
+
+
+def read_request(body: Mapping[str, Any], *, server_tools: Literal["leave_out", "refuse"]) -> Asked:
+    """Body of POST /v1/messages. Raises RequestError that names the field."""
+    given = _given(body)
+    limit = _required(given, "max_tokens", int, "an integer of at least 1")
+    if not 1 <= limit <= _MAX_TOKENS:
+        raise _wrong("max_tokens", f"expected an integer of at least 1, got {limit}")
+    conversation, ignored = read_conversation(body, server_tools=server_tools)
+    metadata = _optional(given, "metadata", dict, "an object") or {}
+    stops = _optional(given, "stop_sequences", list, "a list of strings") or []
+    if len(stops) > _MAX_STOPS or not all(isinstance(stop, str) for stop in stops):
+        raise _wrong("stop_sequences", f"expected at most {_MAX_STOPS} strings")
+    user = metadata.get("user_id")
+    generate = Generate(
+        model=_model(given),
+        conversation=conversation,
+        stream=bool(_optional(given, "stream", bool, "true or false")),
+        max_tokens=limit,
+        temperature=_number(given, "temperature", 0, 1),
+        top_p=_number(given, "top_p", 0, 1),
+        top_k=_optional(given, "top_k", int, "an integer"),
+        stop=tuple(stops),
+        user=None if user is None else str(user)[:_MAX_NAME],
+        session_id=_session(user),
+        params={"stop": "stop_sequences"},
+    )
+    if generate.top_p == 0:  # the likeliest token alone
+        generate.top_p, generate.top_k = None, 1
+    return Asked(generate, ignored)
+
+
+def read_conversation(
+    body: Mapping[str, Any], *, server_tools: Literal["leave_out", "refuse"]
+) -> tuple[Conversation, list[str]]:
+    """What is said and the tools, as count_tokens has them, too; and the fields without effect."""
+    given = _given(body)
+    ignored = sorted(given.keys() - _READ)
+    system = _system(given.get("system"))
+    entries = _required(given, "messages", list, "a list of messages")
+    messages = [one for number, entry in enumerate(entries) for one in _messages(entry, number)]
+    if not messages:
+        raise _wrong("messages", "expected at least one message")
+    tools, left_out = _tools(_optional(given, "tools", list, "a list of tools") or [], server_tools)
+    if left_out:
+        ignored.append("tools")
+    variables = _template_variables(given, ignored)
+    choice = _choice(given.get("tool_choice"), tools)
+    return (
+        Conversation(
+            messages=[*system, *messages],
+            tools=() if choice is not None and choice.mode == "none" else tools,
+            tool_choice=choice if tools else None,
+            variables=variables or None,
+        ),
+        ignored,
+    )
+
+
+def _given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, which ask for nothing."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+# ------------------------------------------------------------------------ what was said
+
+
+def _system(value: Any) -> list[Message]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        blocks = [value]
+    else:
+        blocks = [_text_of(block, f"system.{i}") for i, block in enumerate(_list(value, "system"))]
+    said = "\n".join(block for block in blocks if not block.startswith(_BILLING))
+    return [Message(role="system", content=said)] if said else []
+
+
+def _messages(entry: Any, number: int) -> Iterator[Message]:
+    """The messages that one of the API's becomes: each result of a tool speaks for itself."""
+    path = f"messages.{number}"
+    if not isinstance(entry, dict):
+        raise _wrong(path, f"expected an object, got {_shown(entry)}")
+    role, content = entry.get("role"), entry.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise _wrong(
+            f"{path}.role", f'expected "user", "assistant" or "system", got {_shown(role)}'
+        )
+    speaker: Speaker = role
+    if isinstance(content, str):
+        yield Message(role=speaker, content=content)
+        return
+    parts: list[Part] = []
+    of_results: list[Part] = []
+    for i, block in enumerate(_list(content, f"{path}.content")):
+        part = _part(block, speaker, f"{path}.content.{i}")
+        if isinstance(part, ToolResult):
+            pictures = [one for one in part.parts if isinstance(one, Media)]
+            texts = [one for one in part.parts if not isinstance(one, Media)]
+            yield Message(role="tool", content=[ToolResult(call_id=part.call_id, parts=texts)])
+            of_results += pictures  # a tool's message is text: the user shows its pictures
+        elif part is not None:
+            parts.append(part)
+    parts = [*of_results, *parts]
+    if parts and all(isinstance(part, Text) for part in parts):
+        texts = [part.text for part in parts if isinstance(part, Text)]
+        yield Message(role=speaker, content="\n".join(texts))
+    elif parts:
+        yield Message(role=speaker, content=parts)
+
+
+def _part(block: Any, role: Speaker, path: str) -> Part | None:
+    """None: of no use to a model."""
+    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+        raise _wrong(path, f'expected an object with "type", got {_shown(block)}')
+    match block["type"]:
+        case "text":
+            return Text(_text_of(block, path))
+        case "image" | "document" as kind if role != "assistant":
+            return _media(block, kind, path)
+        case "tool_use" if role == "assistant":
+            name = _required(block, "name", str, "the tool's name", path)
+            arguments = block.get("input") or {}
+            if not isinstance(arguments, dict):
+                raise _wrong(f"{path}.input", f"expected an object, got {_shown(arguments)}")
+            call_id = _required(block, "id", str, "the call's id", path)
+            return ToolCall(id=call_id, name=name, arguments=_json(arguments))
+        case "tool_result" if role == "user":
+            return _result(block, path)
+        case "thinking" if role == "assistant":
+            thought = block.get("thinking")
+            return Reasoning(thought) if isinstance(thought, str) and thought else None
+        case "redacted_thinking" if role == "assistant":
+            return None  # only who wrote it can read it
+    text = f"{block['type']} is not served in a message of the {role}"
+    raise RequestError(f"{path}.type: {text}", f"{path}.type", NOT_SERVED)
+
+
+def _result(block: Mapping[str, Any], path: str) -> ToolResult:
+    call_id = _required(block, "tool_use_id", str, "the id of the tool_use", path)
+    content = block.get("content")
+    if content is None:
+        parts: list[Text | Media] = []
+    elif isinstance(content, str):
+        parts = [Text(content)]
+    else:
+        parts = []
+        for i, one in enumerate(_list(content, f"{path}.content")):
+            if isinstance(one, dict) and one.get("type") == "tool_reference":
+                parts.append(Text(str(one.get("tool_name", ""))))
+                continue
+            part = _part(one, "user", f"{path}.content.{i}")
+            if not isinstance(part, Text | Media):
+                raise _wrong(f"{path}.content.{i}", "expected text, an image or a document")
+            parts.append(part)
+    if block.get("is_error") and not parts:
+        parts = [Text("error")]
+    return ToolResult(call_id=call_id, parts=parts)
+
+
+def _media(block: Mapping[str, Any], kind: str, path: str) -> Text | Media:
+    source = _required(block, "source", dict, "an object", path)
+    what: Any = source.get("type")
+    if what == "text" and isinstance(source.get("data"), str):
+        return Text(source["data"])
+    if what == "content" and kind == "document":
+        content = source.get("content")
+        if isinstance(content, str):
+            return Text(content)
+        texts = [_text_of(one, f"{path}.source.content") for one in _list(content, path)]
+        return Text("\n".join(texts))
+    name = "image" if kind == "image" else "file"
+    if what == "url" and isinstance(source.get("url"), str):
+        return Media(kind=name, url=source["url"])
+    if what == "base64" and isinstance(source.get("data"), str):
+        data, media_type = source["data"], source.get("media_type")
+        digest = hashlib.sha256(data.encode()).hexdigest()
+        return Media(kind=name, digest=digest, url=f"data:{media_type};base64,{data}")
+    raise RequestError(
+        f"{path}.source.type: {_shown(what)} is not served", f"{path}.source.type", NOT_SERVED
+    )
+
+
+# ------------------------------------------------------------------------------- tools
+
+
+def _tools(
+    entries: Sequence[Any], server_tools: Literal["leave_out", "refuse"]
+) -> tuple[list[Tool], bool]:
+    """The client's own tools, and whether others, which the API's servers would run, are left."""
+    tools: list[Tool] = []
+    left_out = False
+    for i, entry in enumerate(entries):
+        path = f"tools.{i}"
+        if not isinstance(entry, dict):
+            raise _wrong(path, f"expected an object, got {_shown(entry)}")
+        kind = entry.get("type") or "custom"
+        if kind != "custom":
+            if server_tools == "refuse" or not isinstance(kind, str):
+                raise RequestError(
+                    f"{path}.type: {_shown(kind)} is not served; only custom tools are, which the "
+                    "client runs itself",
+                    f"{path}.type",
+                    NOT_SERVED,
+                )
+            left_out = True
+            continue
+        schema = entry.get("input_schema")
+        if schema is not None and not isinstance(schema, dict):
+            raise _wrong(f"{path}.input_schema", f"expected an object, got {_shown(schema)}")
+        name = _required(entry, "name", str, "the tool's name", path)
+        if any(name == tool.name for tool in tools):
+            raise _wrong(f"{path}.name", f'"{name}" is there twice; names of tools are unique')
+        tools.append(
+            Tool(
+                name=name,
+                description=_optional(entry, "description", str, "a string", path) or "",
+                parameters=schema or {},
+                strict=bool(entry.get("strict")),
+            )
+        )
+    return tools, left_out
+
+
+def _choice(value: Any, tools: Sequence[Tool]) -> ToolChoice | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong("tool_choice", f"expected an object, got {_shown(value)}")
+    parallel = not value.get("disable_parallel_tool_use")
+    match value.get("type"):
+        case "auto" | "none" as mode:
+            return ToolChoice(mode=mode, parallel=parallel)
+        case "any":
+            mode, name = "required", None
+        case "tool":
+            mode, name = "named", _required(value, "name", str, "a tool's name", "tool_choice")
+        case other:
+            known = '"auto", "any", "tool" or "none"'
+            raise _wrong("tool_choice.type", f"expected {known}, got {_shown(other)}")
+    if not tools or (name is not None and all(tool.name != name for tool in tools)):
+        raise _wrong("tool_choice", "expected one of `tools`, and it is not among them")
+    return ToolChoice(mode=mode, name=name, parallel=parallel)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------- how to think
+
+
+def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """What templates of models that reason know: whether to, and how much."""
+    variables: dict[str, Any] = {}
+    thinking = _optional(given, "thinking", dict, "an object") or {}
+    match thinking.get("type"):
+        case "enabled":
+            variables["enable_thinking"] = True
+            if thinking.get("budget_tokens") is not None:
+                ignored.append("thinking.budget_tokens")
+        case "disabled":
+            variables["enable_thinking"] = False
+        case None | "adaptive" | "between_tools":
+            pass
+        case other:
+            known = '"enabled", "disabled", "adaptive" or "between_tools"'
+            raise _wrong("thinking.type", f"expected {known}, got {_shown(other)}")
+    config = _optional(given, "output_config", dict, "an object") or {}
+    if (effort := config.get("effort")) is not None:
+        if not isinstance(effort, str):
+            raise _wrong("output_config.effort", f"expected a string, got {_shown(effort)}")
+        variables["reasoning_effort"] = effort
+    if config.get("format") is not None:
+        raise RequestError(
+            "output_config.format: no engine of this model can follow a schema",
+            "output_config.format",
+            NOT_SERVED,
+        )
+    return variables
+
+
+def _session(user: Any) -> str | None:
+    """Claude Code's ``metadata.user_id`` is JSON that names the session."""
+    if isinstance(user, str) and user.startswith("{"):
+        try:
+            found = msgspec.json.decode(user).get("session_id")
+        except msgspec.DecodeError:
+            return None
+        return found[:_MAX_NAME] if isinstance(found, str) else None
+    return None
+
+
+# ------------------------------------------------------------------------------- values
+
+
+def _model(given: Mapping[str, Any]) -> str:
+    return _required(given, "model", str, "a name from /v1/models")
+
+
+def _text_of(block: Any, path: str) -> str:
+    if isinstance(block, str):
+        return block
+    if not isinstance(block, dict) or not isinstance(block.get("text"), str):
+        raise _wrong(path, f'expected {{"type": "text", "text": ...}}, got {_shown(block)}')
+    text: str = block["text"]
+    return text
+
+
+def _list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(path, f"expected a string or a list of blocks, got {_shown(value)}")
+    return value
+
+
+def _required(
+    given: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
+) -> KindT:
+    value = _optional(given, name, kind, expected, path)
+    if value is None:
+        where = f"{path}.{name}" if path else name
+        raise RequestError(f"{where}: required", where, "missing_required_parameter")
+    return value
+
+
+def _optional(
+    given: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
+) -> KindT | None:
+    value = given.get(name)
+    if value is not None and (not isinstance(value, kind) or (kind is int and value is True)):
+        raise _wrong(
+            f"{path}.{name}" if path else name, f"expected {expected}, got {_shown(value)}"
+        )
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise _wrong(name, f"expected a number from {low} to {high}, got {_shown(value)}")
+    return float(value)
+
+
+def _wrong(path: str, text: str) -> RequestError:
+    return RequestError(f"{path}: {text}", path, "invalid_value")
+
+
+def _shown(value: Any) -> str:
+    text = _json(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"  # noqa: PLR2004 - a line's worth
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
