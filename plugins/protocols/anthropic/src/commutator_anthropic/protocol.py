@@ -137,6 +137,7 @@ def _card(call: Call, name: str) -> dict[str, Any]:
         "type": "model",
         "id": name,
         "display_name": name,
+        "lifecycle": "active",
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "max_input_tokens": call.services.max_model_len(name, call.principal),
     }
