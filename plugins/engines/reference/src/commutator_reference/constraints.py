@@ -1,0 +1,156 @@
+"""What an answer has to follow, as masks of the tokens that may come next.
+
+A grammar is compiled when its request comes, and refused there if any of it cannot be enforced.
+From then on a ``Matcher`` follows the answer token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+from torch import Tensor
+
+from commutator.contract.request import Constraint, ConstraintKind
+from commutator.errors import RequestError
+
+__all__ = ["KINDS", "Grammars", "Matcher"]
+
+KINDS: frozenset[ConstraintKind] = frozenset(
+    {"json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"}
+)
+"""What this engine enforces."""
+
+_SHOWN = 300
+"""Characters of a grammar's error."""
+
+
+class Grammars:
+    """Compiles constraints for one model's tokens. Any thread may call it."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """``tokenizer`` is the JSON of Hugging Face's `tokenizers`. Takes a second or two."""
+        self._ends = sorted(eos_token_ids)
+        self._tokens = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=self._ends[0])
+
+    def matcher(self, constraint: Constraint, answer: Sequence[int] = ()) -> Matcher:
+        """Follows an answer that begins with the tokens ``answer``.
+
+        Raises RequestError where a part of ``constraint`` cannot be enforced, naming it, or where
+        ``answer`` breaks it.
+        """
+        param = "constraint"
+        try:
+            grammar = _grammar(constraint)
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            raise RequestError(f"{constraint.kind}: {error}"[:_SHOWN], param) from error
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        if messages:  # a warning is a keyword that would be ignored
+            problem = "; ".join(messages)[:_SHOWN]
+            text = "cannot be compiled" if failed else "cannot be enforced"
+            raise RequestError(f"{constraint.kind}: {text}: {problem}", param, "invalid_value")
+        matcher = Matcher(LLMatcher(self._tokens, grammar), constraint.after, self._ends)
+        for token_id in answer:
+            matcher.advance(token_id)
+        return matcher
+
+
+class Matcher:
+    """One answer's place in its grammar. One thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, after: tuple[int, ...], ends: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._after = after
+        self._ends = list(ends)
+        self._tail: tuple[int, ...] = ()
+        self._begun = not after
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer can only end here."""
+        return self._begun and bool(self._matcher.is_stopped())
+
+    def allow(self, logits: Tensor, raw: Tensor) -> Tensor:
+        """``logits`` [vocabulary] with minus infinity for what may not come next.
+
+        ``raw`` are the model's own: they decide where ``logits`` exclude all that may come.
+        """
+        if not self._begun or self.complete:
+            return logits
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
+        if allowed[self._ends[0]]:
+            allowed[self._ends] = True
+        mask = torch.from_numpy(allowed).to(logits.device)
+        masked = logits.masked_fill(~mask, -torch.inf)
+        return masked if masked.isfinite().any() else raw.masked_fill(~mask, -torch.inf)
+
+    def advance(self, token_id: int) -> None:
+        """The answer's next token. Raises RequestError where the grammar does not allow it."""
+        if not self._begun:
+            self._tail = (*self._tail, token_id)[-len(self._after) :]
+            self._begun = self._tail == self._after
+        elif token_id in self._ends or self.complete:
+            return  # nothing comes after it
+        elif not self._matcher.consume_token(token_id):
+            raise RequestError(
+                f"the answer so far does not follow the constraint: {self._matcher.get_error()}",
+                "constraint",
+            )
+
+
+def _grammar(constraint: Constraint) -> str:
+    """In llguidance's notation. Raises ValueError."""
+    value = constraint.value
+    if constraint.kind == "choice":
+        wanted = "|".join(re.escape(one) for one in value)
+        return str(LLMatcher.grammar_from_regex(f"(?:{wanted})"))
+    assert isinstance(value, str)
+    match constraint.kind:
+        case "json_object":
+            return _json({"type": "object"}, constraint)
+        case "json_schema":
+            return _json(json.loads(value), constraint)
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(value))
+        case "grammar":
+            return str(LLMatcher.grammar_from_lark(any_to_lark(value)))
+        case "structural_tag":
+            return _tags(json.loads(value))
+    raise ValueError(f"unknown kind {constraint.kind}")
+
+
+def _json(schema: Any, constraint: Constraint) -> str:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("expected an object")  # noqa: TRY004 - as for every other mistake
+    options: dict[str, Any] = {}
+    if constraint.whitespace is not None:
+        flexible = constraint.whitespace != ""
+        options = {"whitespace_flexible": flexible}
+        if flexible:
+            options["whitespace_pattern"] = constraint.whitespace
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options or None))
+
+
+def _tags(given: Any) -> str:
+    """vLLM's and SGLang's form: ``structures`` [{begin, schema, end}] and ``triggers``."""
+    if not isinstance(given, dict) or "structures" not in given or "triggers" not in given:
+        raise ValueError('expected {"structures": [{begin, schema, end}], "triggers": [...]}')
+    tags = []
+    for one in given["structures"]:
+        begin, triggers = one["begin"], given["triggers"]
+        trigger = next((each for each in triggers if begin.startswith(each)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r}")
+        tags.append(
+            StructTag(trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"])
+        )
+    return str(StructTag.to_grammar(tags))
