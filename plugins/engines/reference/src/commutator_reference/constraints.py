@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
@@ -22,11 +22,14 @@ from commutator.errors import RequestError
 
 __all__ = ["KINDS", "Grammars", "Matcher"]
 
-KINDS: frozenset[ConstraintKind] = frozenset(
-    {"json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"}
+KINDS: tuple[ConstraintKind, ...] = (
+    *("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"),
 )
 """What this engine enforces."""
 
+_WHITESPACE = r"\n {0,24}| ?"
+"""Between parts of JSON: a line's end and an indentation, or a space. Without a bound a small model
+writes nothing else for ever."""
 _SHOWN = 300
 """Characters of a grammar's error."""
 
@@ -81,8 +84,8 @@ class Matcher:
 
         ``raw`` are the model's own: they decide where ``logits`` exclude all that may come.
         """
-        if not self._begun or self.complete:
-            return logits
+        if not self._begun or self.complete or self._matcher.is_error():
+            return logits  # `advance` tells of an error
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
         if allowed[self._ends[0]]:
@@ -92,7 +95,10 @@ class Matcher:
         return masked if masked.isfinite().any() else raw.masked_fill(~mask, -torch.inf)
 
     def advance(self, token_id: int) -> None:
-        """The answer's next token. Raises RequestError where the grammar does not allow it."""
+        """The answer's next token.
+
+        Raises RequestError where the grammar does not allow it, or is too large to go on.
+        """
         if not self._begun:
             self._tail = (*self._tail, token_id)[-len(self._after) :]
             self._begun = self._tail == self._after
@@ -131,17 +137,15 @@ def _json(schema: Any, constraint: Constraint) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("expected an object")  # noqa: TRY004 - as for every other mistake
-    options: dict[str, Any] = {}
-    if constraint.whitespace is not None:
-        flexible = constraint.whitespace != ""
-        options = {"whitespace_flexible": flexible}
-        if flexible:
-            options["whitespace_pattern"] = constraint.whitespace
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options or None))
+    between = _WHITESPACE if constraint.whitespace is None else constraint.whitespace
+    options: Any = {"whitespace_flexible": bool(between)}
+    if between:
+        options["whitespace_pattern"] = between
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
 def _tags(given: Any) -> str:
-    """vLLM's and SGLang's form: ``structures`` [{begin, schema, end}] and ``triggers``."""
+    """VLLM's and SGLang's form: ``structures`` [{begin, schema, end}] and ``triggers``."""
     if not isinstance(given, dict) or "structures" not in given or "triggers" not in given:
         raise ValueError('expected {"structures": [{begin, schema, end}], "triggers": [...]}')
     tags = []

@@ -23,11 +23,13 @@ from commutator import (
     TokenDelta,
 )
 from commutator.contract.block import KvEvent
+from commutator.contract.request import Constraint
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit.kv import KvConnector, LocatedPrompt
 from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import ANONYMOUS, BlockPool
+from commutator_reference.constraints import Grammars, Matcher
 from commutator_reference.handover import Handover, TransferParams
 from commutator_reference.model import Abandoned, LlamaModel, build_batch
 from commutator_reference.sampler import Decode, Sampled, find_stop, sample, validate_request
@@ -66,9 +68,9 @@ class ReferenceEngine:
     """Continuous batching over one model and one KV arena.
 
     ``submit``, ``abort``, ``load`` and ``reset_prefix_cache`` may be called from any thread;
-    ``step`` and ``run`` from one. ``decode`` returns the text in which stop strings are searched.
-    ``on_kv_events`` is called by that thread, once a step, with the blocks that the prefix cache
-    stored and removed.
+    ``step`` and ``run`` from one. ``decode`` returns the text in which stop strings are searched,
+    ``grammars`` what compiles constraints. ``on_kv_events`` is called by that thread, once a step,
+    with the blocks that the prefix cache stored and removed.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ReferenceEngine:
         options: EngineOptions,
         *,
         decode: Decode | None = None,
+        grammars: Callable[[], Grammars] | None = None,
         on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
     ) -> None:
         capacity = options.num_blocks * options.block_size
@@ -86,6 +89,7 @@ class ReferenceEngine:
         self._model = model
         self._options = options
         self._decode = decode
+        self._grammars = grammars
         self._on_kv_events = on_kv_events
         self.arena = KVArena(
             model.config,
@@ -159,6 +163,7 @@ class ReferenceEngine:
             if self._handover is None:
                 raise RequestError("this worker hands no KV over", "handover")
             params = parse_transfer_params(request, self._options.block_size)
+        matcher = None if request.constraint is None else self._matcher(request, request.constraint)
         limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
@@ -169,8 +174,15 @@ class ReferenceEngine:
                 )
             self._live.add(key)
             self._pending[key] = request
-            self._inbox.append(lambda: self._admit(key, request, params))
+            self._inbox.append(lambda: self._admit(key, request, params, matcher))
             self._changed.notify()
+
+    def _matcher(self, request: GenerateRequest, constraint: Constraint) -> Matcher:
+        """Raises RequestError."""
+        if self._grammars is None:
+            raise RequestError("the reference engine enforces no constraints here", "constraint")
+        done = len(request.token_ids) - request.generated_prefix
+        return self._grammars().matcher(constraint, request.token_ids[done:])
 
     def abort(self, key: int) -> None:
         """Stop a request and free its blocks before the next step. No effect if unknown."""
@@ -256,7 +268,13 @@ class ReferenceEngine:
                 self._inbox.popleft()()
             self._load = self._current_load()
 
-    def _admit(self, key: int, request: GenerateRequest, params: TransferParams | None) -> None:
+    def _admit(
+        self,
+        key: int,
+        request: GenerateRequest,
+        params: TransferParams | None,
+        matcher: Matcher | None,
+    ) -> None:
         if self._pending.get(key) is not request:  # aborted before it was admitted
             if self._handover is not None and params is not None:
                 self._handover.skip(params)
@@ -265,6 +283,7 @@ class ReferenceEngine:
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
         sequence = Sequence.start(key, request, self._arrivals, seed, self._identity)
+        sequence.matcher = matcher
         self._arrivals += 1
         if self._handover is not None and params is not None:
             problem = self._handover.begin(sequence, params)
@@ -343,9 +362,11 @@ class ReferenceEngine:
         sequence.tokens.append(sampled.token_id)
         eos_ids = self._model.config.eos_token_ids
         try:
+            if sequence.matcher is not None:
+                sequence.matcher.advance(sampled.token_id)
             stop = find_stop(sequence, eos_ids, self.max_model_len, self._decode)
         except Exception as error:
-            log.exception("search for stop strings failed")
+            log.exception("request %s ends with an error", sequence.request.request_id)
             return [self._failed(key, f"{type(error).__name__}: {error}")]
         delta = TokenDelta(
             token_ids=(sampled.token_id,),

@@ -221,6 +221,7 @@ def _takes_likeliest(sequence: Sequence) -> bool:
         params.temperature < _GREEDY_BELOW
         and params.top_logprobs is None
         and not is_adjusted(params, sequence.output_length)
+        and sequence.matcher is None
     )
 
 
@@ -229,6 +230,8 @@ def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[in
     if is_adjusted(params, sequence.output_length):
         stops = _stop_ids(params, eos_token_ids)
         logits = adjust(logits, params, sequence.tokens, sequence.prompt_length, stops)
+    if sequence.matcher is not None:
+        logits = sequence.matcher.allow(logits, raw)
     token_id = _choose(logits, params, sequence.seed, len(sequence.tokens))
     if params.top_logprobs is None:
         return Sampled(token_id)
@@ -278,6 +281,8 @@ def find_stop(
     for the end-of-sequence token, as in vLLM.
     """
     params, token = sequence.request.sampling, sequence.tokens[-1]
+    if sequence.matcher is not None and sequence.matcher.complete:
+        return Stop(FinishReason.STOP)
     if sequence.output_length >= params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return Stop(FinishReason.STOP)

@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 from commutator import GenerateRequest, RetentionHints
 from commutator.contract.block import CacheIdentity, retention_hints
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
+from commutator_reference.constraints import Matcher
 
 __all__ = ["BlockLoads", "Chunk", "Scheduler", "Sequence", "Step"]
 
@@ -62,6 +63,8 @@ class Sequence:
     """Whether a delta has been emitted."""
     loads: list[BlockLoads] = field(factory=list)
     """What has a part in this request, in the order in which it is asked."""
+    matcher: Matcher | None = None
+    """What the answer follows, at its newest token."""
 
     @classmethod
     def start(

