@@ -112,6 +112,8 @@ class EngineInfo:
     """Process id on its own machine; None when not known."""
     continues_answers: bool = False
     """Whether it supports ``GenerateRequest.generated_prefix`` in requests without constraint."""
+    continues_constraints: bool = False
+    """Whether in those with one, too."""
     forwards: bool = False
     """Whether it accepts clients' HTTP requests unchanged; see ``EngineClient.forward``."""
     keeps_salts_apart: bool = True

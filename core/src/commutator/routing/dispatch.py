@@ -394,7 +394,9 @@ class Dispatch:
             if worker in self._lost or worker in self._full or not worker.client.answers:
                 return False
             info = worker.record.info
-            if begun and (request.constraint is not None or not info.continues_answers):
+            constrained = request.constraint is not None
+            continues = info.continues_constraints if constrained else info.continues_answers
+            if begun and not continues:
                 return False
             return info.unmet(request) is None
 

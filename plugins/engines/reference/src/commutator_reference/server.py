@@ -119,6 +119,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            continues_constraints=True,
             constraints=KINDS,
             kv_exchange=None if self._connector is None else self._connector.exchange,
         )
