@@ -30,6 +30,7 @@ KINDS = (
 )
 """Of plugins that a deployment uses; `command` is the one besides."""
 USES: dict[str, str | tuple[str, ...]] = {
+    "anthropic": "frontend: {protocols: [{kind: anthropic}]}",
     "balance": "router: {kind: least_loaded}",
     "certs": ("certs", "--help"),
     "console": ("top",),

@@ -33,6 +33,7 @@ def default_limiter(host: PluginHost) -> str:
 
 
 _PACKAGES = {
+    "anthropic": ("protocol anthropic",),
     "balance": ("router random", "router least_loaded", "router power_of_two"),
     "console": ("operations console",),
     "disagg": tuple(f"disaggregation {one}" for one in ("always", "never", "conditional", "cost")),

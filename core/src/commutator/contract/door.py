@@ -25,7 +25,7 @@ _Replicas = Annotated[int, Bounds(minimum=1, maximum=1000)]
 
 
 _HEADER = re.compile(r"[a-z0-9-]+")
-_SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
+_SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 _MAX_HEADERS = 16
 
 

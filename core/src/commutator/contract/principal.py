@@ -181,7 +181,8 @@ class Credentials:
     """What a client sent to prove who it is."""
 
     bearer: str | None
-    """The token of the header ``Authorization: Bearer TOKEN``; None without one."""
+    """The token of the header ``Authorization: Bearer TOKEN``, or else of ``X-Api-Key``; None
+    without one."""
     headers: Mapping[str, str]
     """All headers of the request; names in lower case find theirs, however it was sent."""
     peer: str | None

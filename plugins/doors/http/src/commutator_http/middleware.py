@@ -273,7 +273,10 @@ def own_user(request: web.Request) -> str:
 
 
 def _bearer(request: web.Request) -> str | None:
-    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    given = request.headers.get(hdrs.AUTHORIZATION)
+    if given is None:  # some clients name the key alone
+        return request.headers.get("X-Api-Key", "").strip() or None
+    scheme, _, token = given.partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 

@@ -65,7 +65,8 @@ _CONNECT_S = 5.0
 _READS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 _OF_ONE_CONNECTION = frozenset({
     "authorization", "connection", "expect", "host", "keep-alive", "proxy-authenticate",
-    "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", INSTANCE_HEADER.lower(),
+    "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "x-api-key",
+    INSTANCE_HEADER.lower(),
 })  # fmt: skip
 """Headers that are not passed on."""
 
