@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.conversation import Generate, Media, Message, Text, ToolCall, ToolResult
+from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 from commutator_anthropic.reading import Asked, read_request
 
@@ -35,7 +36,7 @@ def test_the_fields_of_sampling() -> None:
     assert asked.ignored == []
     assert asked.generate == Generate(
         model="m", stream=True, max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, stop=("x",),
-        params={"stop": "stop_sequences"},
+        params={"stop": "stop_sequences", "constraint": "output_config.format"},
     )  # fmt: skip
 
 
@@ -121,6 +122,12 @@ def test_how_to_think_is_for_the_template() -> None:
     assert asked.ignored == ["thinking.budget_tokens"]
 
 
+def test_a_format_is_a_constraint() -> None:
+    described = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = read(output_config={"format": described})
+    assert asked.generate.constraint == Constraint(kind="json_schema", value='{"type":"object"}')
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -139,6 +146,7 @@ def test_how_to_think_is_for_the_template() -> None:
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
         ({"system": [{"type": "image"}]}, "system.0"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:

@@ -55,7 +55,7 @@ CHAT = [
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"functions": [{}]}, "functions", "unsupported_parameter"),
     ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),

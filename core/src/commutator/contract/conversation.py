@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attrs import define, field, frozen
 
-from commutator.contract.request import KvRetention
+from commutator.contract.request import Constraint, KvRetention
 
 __all__ = [
     "Conversation",
@@ -223,6 +223,8 @@ class Generate:
     """How long to retain the KV blocks of the whole prompt."""
     migration_limit: int | None = None
     """How often an answer may change its worker."""
+    constraint: Constraint | None = None
+    """What each answer has to follow."""
     engine_options: Mapping[str, Any] = field(factory=dict)
     """Options that only the model's engine has, by name."""
     params: Mapping[str, str] = field(factory=dict)

@@ -112,6 +112,7 @@ def _plan(
                     cache_salt=salt,
                     priority=priority,
                     retention=retention,
+                    constraint=asked.constraint,
                     options=asked.engine_options,
                 )
             )

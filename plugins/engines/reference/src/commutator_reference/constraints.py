@@ -48,7 +48,7 @@ class Grammars:
         Raises RequestError where a part of ``constraint`` cannot be enforced, naming it, or where
         ``answer`` breaks it.
         """
-        param = "constraint"
+        param = "response_format"
         try:
             grammar = _grammar(constraint)
         except (ValueError, TypeError, KeyError, AssertionError) as error:
@@ -107,7 +107,7 @@ class Matcher:
         elif not self._matcher.consume_token(token_id):
             raise RequestError(
                 f"the answer so far does not follow the constraint: {self._matcher.get_error()}",
-                "constraint",
+                "response_format",
             )
 
 

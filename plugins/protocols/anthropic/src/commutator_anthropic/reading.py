@@ -27,6 +27,7 @@ from commutator.contract.conversation import (
     ToolChoice,
     ToolResult,
 )
+from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 
 __all__ = ["Asked", "read_conversation", "read_request"]
@@ -38,6 +39,7 @@ would keep all that follows it out of every cache."""
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOPS = 16
 _MAX_NAME = 256
+_MAX_SCHEMA = 128 << 10
 
 _WITHOUT_EFFECT = frozenset({
     *("anthropic_beta", "betas", "cache_control", "container", "context_management"),
@@ -85,7 +87,8 @@ def read_request(body: Mapping[str, Any], *, server_tools: Literal["leave_out", 
         stop=tuple(stops),
         user=None if user is None else str(user)[:_MAX_NAME],
         session_id=_session(user),
-        params={"stop": "stop_sequences"},
+        constraint=_constraint(given),
+        params={"stop": "stop_sequences", "constraint": "output_config.format"},
     )
     if generate.top_p == 0:  # the likeliest token alone
         generate.top_p, generate.top_k = None, 1
@@ -165,8 +168,8 @@ def _messages(entry: Any, number: int) -> Iterator[Message]:
             parts.append(part)
     parts = [*of_results, *parts]
     if parts and all(isinstance(part, Text) for part in parts):
-        texts = [part.text for part in parts if isinstance(part, Text)]
-        yield Message(role=speaker, content="\n".join(texts))
+        said = "\n".join(part.text for part in parts if isinstance(part, Text))
+        yield Message(role=speaker, content=said)
     elif parts:
         yield Message(role=speaker, content=parts)
 
@@ -329,13 +332,21 @@ def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[st
         if not isinstance(effort, str):
             raise _wrong("output_config.effort", f"expected a string, got {_shown(effort)}")
         variables["reasoning_effort"] = effort
-    if config.get("format") is not None:
-        raise RequestError(
-            "output_config.format: no engine of this model can follow a schema",
-            "output_config.format",
-            NOT_SERVED,
-        )
     return variables
+
+
+def _constraint(given: Mapping[str, Any]) -> Constraint | None:
+    """``output_config.format``: a JSON schema."""
+    config = _optional(given, "output_config", dict, "an object") or {}
+    path, described = "output_config.format", config.get("format")
+    if described is None:
+        return None
+    if not isinstance(described, dict) or described.get("type") != "json_schema":
+        raise _wrong(path, f'expected {{"type": "json_schema", ...}}, got {_shown(described)}')
+    schema = _json(_required(described, "schema", dict, "an object", path))
+    if len(schema) > _MAX_SCHEMA:
+        raise _wrong(f"{path}.schema", f"expected at most {_MAX_SCHEMA} characters")
+    return Constraint(kind="json_schema", value=schema)
 
 
 def _session(user: Any) -> str | None:

@@ -125,8 +125,7 @@ class MessageWriter(AnswerWriter):
                 yield from self._piece(block, "thinking_delta", "thinking", text)
             case CallStart(id=call_id, name=name):
                 yield from self._close()
-                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                yield self._opened(block)
+                yield self._opened({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case CallArguments(text=text):
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():

@@ -21,6 +21,7 @@ from commutator.frontend import (
     traced,
 )
 from commutator.schema import StructureError, structure
+from commutator_openai.constraints import constraint_of
 from commutator_openai.fields import (
     CacheControl,
     Hint,
@@ -208,6 +209,7 @@ def _asked(body: GenerationRequest) -> Generate:
         retention=_retention(body.cache_control),
         migration_limit=body.migration_limit,
         engine_options=body.engine_options or {},
+        constraint=constraint_of(body),
         params=_PARAMS,
     )
 

@@ -9,10 +9,11 @@ import msgspec
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_openai.requests import GenerationRequest
 
-__all__ = ["FIELDS", "constraint_of"]
+__all__ = ["constraint_of"]
 
-_MAX_VALUE = 1 << 20
+_MAX_VALUE = 128 << 10
 """Characters of a schema, a grammar or all choices together."""
 
 _KINDS: dict[str, ConstraintKind] = {
@@ -30,7 +31,7 @@ _SGLANG: dict[str, ConstraintKind] = {
     "json_schema": "json_schema",
     "structural_tag": "structural_tag",
 }
-FIELDS = (
+_FIELDS = (
     *("response_format", "structured_outputs"),
     *(f"guided_{name}" for name in (*_KINDS, "whitespace_pattern")),
     *_SGLANG,
@@ -38,8 +39,13 @@ FIELDS = (
 """The fields of a request that say it."""
 
 
-def constraint_of(given: Callable[[str], Any]) -> Constraint | None:
-    """What the fields say, each asked for by its name. Raises RequestError that names one."""
+def constraint_of(body: GenerationRequest) -> Constraint | None:
+    """What ``body`` asks for. Raises RequestError that names a field."""
+    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    return _constraint(given.get) if given else None
+
+
+def _constraint(given: Callable[[str], Any]) -> Constraint | None:
     whitespace = given("guided_whitespace_pattern")
     found = {
         "response_format": _response_format(given("response_format")),

@@ -33,7 +33,6 @@ __all__ = [
 
 MAX_MESSAGES = 8192
 _NO_TOOLS = "no engine of this model can call tools"
-_NO_SCHEMA = "no engine of this model can follow a schema"
 _NO_AUDIO = "only text is served"
 _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
 _NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
@@ -165,10 +164,25 @@ class GenerationRequest:
         "worker of the model has is refused.",
         None,
     )
-    structured_outputs: Annotated[Any, Off(_NO_SCHEMA)] = setting("vLLM: what to follow.", None)
-    regex: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a regular expression.", None)
-    ebnf: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a grammar.", None)
-    json_schema: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a JSON schema.", None)
+    response_format: Any = setting(
+        "What the answer follows: `text`, `json_object`, or `json_schema` with a schema.", None
+    )
+    structured_outputs: Any = setting(
+        "vLLM's words for it: one of `json`, `json_object`, `regex`, `choice`, `grammar`, "
+        "`structural_tag`.",
+        None,
+    )
+    guided_json: Any = setting("The same as `structured_outputs.json`.", None)
+    guided_json_object: Any = setting("The same as `structured_outputs.json_object`.", None)
+    guided_regex: Any = setting("The same as `structured_outputs.regex`.", None)
+    guided_choice: Any = setting("The same as `structured_outputs.choice`.", None)
+    guided_grammar: Any = setting("The same as `structured_outputs.grammar`.", None)
+    guided_structural_tag: Any = setting("The same as `structured_outputs.structural_tag`.", None)
+    guided_whitespace_pattern: Any = setting("What may stand between parts of guided JSON.", None)
+    regex: Any = setting("SGLang's word for `structured_outputs.regex`.", None)
+    ebnf: Any = setting("SGLang's word for `structured_outputs.grammar`.", None)
+    json_schema: Any = setting("SGLang's word for `structured_outputs.json`.", None)
+    structural_tag: Any = setting("SGLang's word for `structured_outputs.structural_tag`.", None)
 
 
 @define(kw_only=True)  # as above
@@ -211,9 +225,6 @@ class ChatRequest(GenerationRequest):
     )
     prompt_cache_key: Name | None = setting("The same as `session_id`.", None)
     safety_identifier: Name | None = setting("The same as `user`.", None)
-    response_format: Annotated[Any, Off(_NO_SCHEMA, (None, {"type": "text"}))] = setting(
-        "The form of the answer.", None
-    )
     tools: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tools to call.", None)
     tool_choice: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
         "Which tool to call.", None
