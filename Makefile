@@ -4,6 +4,7 @@
 # make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
+# make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
 # make fuzz     10,000 senseless cases for every socket
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
@@ -34,7 +35,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-cluster chaos vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-cluster chaos vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -99,6 +100,10 @@ pictures: $(VENV)/.test browser peers
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py
+
+# Installs what judges the parsers: answers of models, and real chat templates.
+test-parsers: $(VENV)/.test
+	$(BIN)/pytest tests/judges/parsers tests/property/parsers
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

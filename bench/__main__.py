@@ -18,6 +18,7 @@ from bench.result import Figure, save
 SCENARIOS = {
     "decode": "the reference engine against transformers, same weights",
     "routing": "hashing, events and matching against Dynamo's own index",
+    "parsers": "reading an answer, by token and family of models (needs `make test-parsers`)",
     "tokenization": "prompts of seven kinds to tokens, against the library tokenizers",
     "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",

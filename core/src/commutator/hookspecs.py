@@ -238,8 +238,9 @@ def parser_register(register: ParserRegister) -> None:
     """Called once at start, in every process. Offer parsers: from a model's text to events.
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
-    ``ParserConfig``; ``factory(config)`` makes one ``AnswerParser`` for each answer of a model
-    whose `parser` names it. Collect-all; must not block.
+    ``ParserConfig``; ``factory(config, model)`` makes the ``Parser`` of one model whose
+    `tool_parser` is the kind; "auto" is what models have by default. Raises ValueError where the
+    model's `reasoning_parser` names nothing that it knows. Collect-all; must not block.
     """
 
 

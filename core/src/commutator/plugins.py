@@ -36,7 +36,7 @@ from commutator.contract.observer import (
     PromptObserverConfig,
 )
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
-from commutator.contract.parser import AnswerParser, ParserConfig
+from commutator.contract.parser import Parser, ParserConfig, ParserModel
 from commutator.contract.planner import PlannerConfig, PlannerContext, PlannerPolicy, TuningConfig
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
@@ -183,7 +183,7 @@ class PluginHost(PromptObserver):
     limiters: Catalog[Callable[[Any], Limiter]]
     doors: Catalog[Door[Any, Any]]
     protocols: Catalog[Protocol[Any, Any]]
-    parsers: Catalog[Callable[[Any], AnswerParser]]
+    parsers: Catalog[Callable[[Any, ParserModel], Parser]]
     operations: Catalog[Callable[[Any, OperationsContext], Operations]]
     registries: Catalog[Callable[[Any], Registry]]
     launchers: Catalog[Callable[[Any, LauncherContext], Launcher | AgentLauncher]]

@@ -1,8 +1,11 @@
 """What is answered, in no protocol's words: events, from which a protocol writes its answers.
 
 The events of one answer come in this order: any number of ``Content``, ``ReasoningContent`` and
-calls (``CallStart``, ``CallArguments``, ``CallEnd``), then one ``Finish``. A request with several
-answers has them interleaved, each with the answer's number; its ``Usage`` comes at the very end.
+calls (``CallStart``, ``CallArguments``, ``CallEnd``), then one ``Finish``. A call without its
+``CallEnd`` is none: the answer reached its limit within it, or it proved malformed, and then its
+text follows as ``Content``. Whole answers leave it out; a stream has shown its beginning already.
+A request with several answers has them interleaved, each with the answer's number; its ``Usage``
+comes at the very end.
 """
 
 from __future__ import annotations

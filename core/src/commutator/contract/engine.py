@@ -95,6 +95,16 @@ class ModelConfig:
     max_model_len: PositiveInt | None = setting(
         "Longest prompt plus answer in tokens; the model's own limit when not given.", None
     )
+    tool_parser: str = setting(
+        "Reads calls of tools in the model's answers: the model's family; auto: the one that its "
+        "chat template shows; none: calls are not read, and tools are refused.",
+        "auto",
+    )
+    reasoning_parser: str = setting(
+        "Reads what the model thinks before it answers; auto: as its chat template shows; none: "
+        "thoughts are part of the text.",
+        "auto",
+    )
 
 
 @frozen(kw_only=True)

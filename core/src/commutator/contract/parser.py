@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from attrs import frozen
 
@@ -11,39 +11,66 @@ from commutator.contract.answer import AnswerEvent, FinishKind
 from commutator.contract.conversation import Conversation
 from commutator.contract.settings import setting
 
-__all__ = ["AnswerParser", "ParserConfig"]
+__all__ = ["AnswerParser", "Parser", "ParserConfig", "ParserModel"]
 
 
 @frozen(kw_only=True)
 class ParserConfig:
-    """Options of a model's `parser`; each parser plugin adds its own."""
+    """Options of a parser."""
 
     kind: str = setting("The parser plugin: the family whose markers the model writes.")
 
 
-class AnswerParser(ABC):
-    """Reads one answer. A parser plugin's factory makes one for each answer.
+@frozen(kw_only=True)
+class ParserModel:
+    """The model whose answers a parser reads."""
 
-    It is fed what the detokenizer yields after stop strings were looked for, never half a
-    character. However its input is cut, the events say the same. Called in the event loop: some
-    microseconds a token at most.
+    name: str
+    """As clients name it."""
+    chat_template: str | None
+    """The text of its chat template; None: it has none."""
+    special_tokens: Collection[str]
+    """The texts of its vocabulary's special tokens."""
+    reasoning: str
+    """How its reasoning is read, from the option `reasoning_parser`: "auto", "none", or a name that
+    the parser knows."""
+
+
+class AnswerParser(ABC):
+    """Reads one answer.
+
+    It is fed what the detokenizer yields, never half a character, special tokens included. However
+    its input is cut, the events say the same. Called in the event loop: some microseconds a token
+    at most.
     """
 
     @abstractmethod
-    def begin(self, conversation: Conversation | None, prompt_end: str) -> None:
-        """Called first.
+    def feed(self, text: str, tokens: Sequence[tuple[int, int]] = ()) -> Sequence[AnswerEvent]:
+        """The events that ``text`` completes: ``Content``, ``ReasoningContent`` and calls.
 
-        ``prompt_end``: the last characters of the rendered prompt, in which the template may have
-        begun reasoning. ``conversation`` is None for a plain prompt.
+        ``tokens`` are the special tokens in ``text``, each whole, as (offset, length): where a
+        marker is a special token, the same characters elsewhere are text.
         """
-
-    @abstractmethod
-    def feed(self, text: str) -> Sequence[AnswerEvent]:
-        """The events that ``text`` completes: ``Content``, ``ReasoningContent`` and calls."""
 
     @abstractmethod
     def finish(self, reason: FinishKind) -> tuple[Sequence[AnswerEvent], FinishKind]:
         """The events that were held back, and why the answer really ended.
 
         "stop" after calls is "tool_calls".
+        """
+
+
+class Parser(ABC):
+    """Reads the answers of one model. Made once for each front-door process."""
+
+    reads_calls: bool
+    """Whether it knows how the model writes calls of tools."""
+
+    @abstractmethod
+    def answer(self, conversation: Conversation | None, prompt_end: str) -> AnswerParser | None:
+        """What reads one answer; None: there is nothing to look for, the answer is text.
+
+        Calls are looked for where ``conversation`` has tools and does not forbid them.
+        ``prompt_end`` are the last characters of the rendered prompt, in which the template may
+        have begun reasoning. ``conversation`` is None for a plain prompt.
         """

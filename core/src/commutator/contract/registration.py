@@ -17,7 +17,7 @@ from commutator.contract.launcher import AgentLauncher, Launcher, LauncherConfig
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import Observer, ObserverConfig
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
-from commutator.contract.parser import AnswerParser, ParserConfig
+from commutator.contract.parser import Parser, ParserConfig, ParserModel
 from commutator.contract.planner import PlannerConfig, PlannerContext, PlannerPolicy, TuningConfig
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
@@ -227,5 +227,6 @@ DoorRegister = Register[DoorConfig, Door[Any, Any]]
 """Offers a door by a ``Door``: an instance, one for all front-door processes."""
 ProtocolRegister = Register[ProtocolConfig, Protocol[Any, Any]]
 """Offers a protocol by a ``Protocol``: an instance, one for all doors."""
-ParserRegister = Register[ParserConfig, Callable[[Any], AnswerParser]]
-"""Offers a parser by ``factory(config)``, called once for each answer of a model that names it."""
+ParserRegister = Register[ParserConfig, Callable[[Any, ParserModel], Parser]]
+"""Offers a parser by ``factory(config, model)``, called once for each model whose `tool_parser`
+names it, in each front-door process."""

@@ -1,0 +1,84 @@
+"""The parser of one model: the family of its calls, and how it thinks."""
+
+from __future__ import annotations
+
+from commutator.contract.conversation import Conversation
+from commutator.contract.parser import AnswerParser, Parser, ParserConfig, ParserModel
+from commutator_parsers.channels import ElementParser, HarmonyParser
+from commutator_parsers.families import FAMILIES, REASONING, detect, detect_reasoning
+from commutator_parsers.parser import FamilyParser, Thinking
+
+__all__ = ["ModelParser"]
+
+_ELEMENTS = ("think", "response", "tools")
+
+
+class ModelParser(Parser):
+    """Makes what reads the answers of one model."""
+
+    def __init__(self, config: ParserConfig, model: ParserModel) -> None:
+        """Raises ValueError for a reasoning that it does not know."""
+        template = model.chat_template or ""
+        name = detect(template) if config.kind == "auto" else config.kind
+        self.family = FAMILIES.get(name or "")
+        self.reads_calls = self.family is not None
+        self._specials = frozenset(model.special_tokens)
+        self._thinking = self._thinking_of(model.reasoning, template)
+
+    def _thinking_of(self, reasoning: str, template: str) -> Thinking | None:
+        if reasoning == "none":
+            return None
+        if reasoning != "auto":
+            if reasoning not in REASONING:
+                names = ", ".join(sorted(REASONING))
+                raise ValueError(
+                    f"reasoning_parser: there is none named {reasoning!r}; choose auto, none, "
+                    f"{names}"
+                )
+            return REASONING[reasoning]
+        name = detect_reasoning(template)
+        return None if name is None else REASONING[name]
+
+    def answer(self, conversation: Conversation | None, prompt_end: str) -> AnswerParser | None:
+        """As of ``Parser``."""
+        tools = conversation is not None and bool(conversation.tools)
+        if conversation is not None and conversation.tool_choice is not None:
+            tools = tools and conversation.tool_choice.mode != "none"
+        asked = conversation if tools else None
+        family = self.family
+        if family is not None and family.whole == "harmony":
+            return (
+                None if conversation is None else HarmonyParser(asked, family.ids, self._specials)
+            )
+        if family is not None and family.whole == "elements":
+            if conversation is None:
+                return None
+            opened = (name for name in _ELEMENTS if prompt_end.endswith(f"<|open|>{name}<|sep|>"))
+            return ElementParser(asked, family.ids, self._specials, next(opened, None))
+        thinking = self._thinking
+        begins = (
+            None if conversation is None else _begins_thinking(thinking, conversation, prompt_end)
+        )
+        grammar = family.grammar if family is not None and tools else None
+        silent = () if family is None else family.silent
+        if conversation is None or not (thinking or grammar or silent):
+            return None
+        ids = "call" if family is None else family.ids
+        return FamilyParser(thinking, grammar, silent, ids, asked, begins, self._specials)
+
+
+def _begins_thinking(
+    thinking: Thinking | None, conversation: Conversation, prompt_end: str
+) -> str | None:
+    """The marker of reasoning that the prompt has begun, if it has."""
+    if thinking is None:
+        return None
+    end = prompt_end.rstrip()
+    for begin, stop in thinking.pairs:
+        if end.endswith(begin):
+            return begin
+        if conversation.continue_final_message and end.rfind(begin) > end.rfind(stop):
+            return begin
+        if end.endswith(stop):
+            return None
+    return thinking.pairs[0][0] if thinking.begun else None
