@@ -31,6 +31,7 @@ from commutator.routing.router import Route
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 MESSAGES = [{"role": "user", "content": "Hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @define
@@ -226,7 +227,7 @@ async def test_a_later_turn_of_a_tool_call_goes_the_same_way() -> None:
     dispatcher = ForwardingDispatcher(block_size=16)
     messages = [
         *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     async with front_door(dispatcher) as door:

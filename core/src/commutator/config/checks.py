@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import attrs
 
 from commutator.config.doors import door_problems, with_doors
+from commutator.config.kinds import unknown_kind
 from commutator.config.model import Config, parts_of
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
 from commutator.contract.launcher import AgentLauncherConfig
+from commutator.contract.parser import ParserConfig, ParserModel
 from commutator.contract.principal import PrincipalConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.tier import Memory, TierConfig
@@ -126,11 +128,33 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
         yield from _engine_problems(f"engines[{index}]", engine, models)
     if tiers := _entries(data, "tiers"):
         yield from _tier_problems(tiers, [engine for _, engine in engines], host)
+    for index, model in _entries(data, "models"):
+        yield from _parser_problems(f"models[{index}]", model, host)
     yield from _role_problems(data, engines, host)
     yield from door_problems(_section(data, "frontend"))
     yield from _cluster_problems(data, engines, tiers, host)
     yield from _agent_problems(data, engines, host)
     yield from _group_problems(data, engines, tiers, host)
+
+
+def _parser_problems(
+    path: str, model: Mapping[str, Any], host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    name, reasoning = _text(model, "tool_parser", "auto"), _text(model, "reasoning_parser", "auto")
+    kind = host.parsers.kinds.get(name)
+    if kind is not None:
+        seen = ParserModel(name="", chat_template=None, special_tokens=(), reasoning=reasoning)
+        try:
+            kind.thing(ParserConfig(kind=name), seen)
+        except ValueError as error:
+            yield f"{path}.reasoning_parser", str(error)
+    elif name not in {"auto", "none"}:
+        yield f"{path}.tool_parser", unknown_kind(name, host.parsers, host)
+    elif reasoning not in {"auto", "none"}:
+        yield (
+            f"{path}.reasoning_parser",
+            f'no installed plugin offers the parser "{name}"; pip install commutator-parsers',
+        )
 
 
 _MOVED = {

@@ -32,6 +32,17 @@ def default_limiter(host: PluginHost) -> str:
     return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
+# fmt: off
+_FAMILIES = (
+    "auto", "none", "gpt_oss", "kimi_k3", "kimi_k2", "deepseek_v4_1", "deepseek_v3_2",
+    "deepseek_v3", "step3", "minimax_m3", "minimax_m2", "minimax_m1", "hunyuan_v3", "glm",
+    "seed_oss", "qwen3_coder", "minicpm5", "functionary", "gigachat3", "solar_open", "gemma4",
+    "function_gemma", "mistral", "lfm2", "olmo3", "llama4_pythonic", "pythonic", "llama3_json",
+    "apertus", "granite", "phi4", "nemotron", "internlm", "cohere", "ernie", "hunyuan", "jamba",
+    "longcat", "xlam", "hermes",
+)
+# fmt: on
+"""The parsers of commutator-parsers."""
 _PACKAGES = {
     "anthropic": ("protocol anthropic",),
     "balance": ("router random", "router least_loaded", "router power_of_two"),
@@ -50,6 +61,7 @@ _PACKAGES = {
     "nats": ("event bus nats",),
     "nvme": ("tier nvme",),
     "openai": ("protocol openai",),
+    "parsers": tuple(f"parser {one}" for one in _FAMILIES),
     "peer": ("tier peer",),
     "pipeline": (
         *("router pipeline", "stage best", "stage draw", "stage load", "stage max_requests"),

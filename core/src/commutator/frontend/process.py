@@ -29,6 +29,7 @@ from commutator.contract.door import OpenDoor
 from commutator.contract.engine import ModelConfig
 from commutator.contract.limiter import LimiterContext, RequestLimiter
 from commutator.contract.operations import OperationsConfig
+from commutator.contract.parser import Parser, ParserConfig, ParserModel
 from commutator.contract.protocol import DoorFacts
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
@@ -101,9 +102,11 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     registry = RegistryClient(registry_address)
     counting = _limiter(loaded, door, hub)
+    models = _text_models(config.models)
     services = FrontendServices(
         config=config.frontend,
-        models=_text_models(config.models),
+        models=models,
+        parsers=_parsers(config.models, models, loaded.host),
         dispatcher=dispatcher,
         limiter=limiter,
         gate=gate,
@@ -356,6 +359,26 @@ def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
             model.max_model_len = min(model.max_model_len, config.max_model_len)
         models[config.name] = model
     return models
+
+
+def _parsers(
+    configs: tuple[ModelConfig, ...], models: Mapping[str, TextModel], host: PluginHost
+) -> Mapping[str, Parser]:
+    """Those of models whose parser is installed, which need not be so for the default one."""
+    found = {}
+    for config in configs:
+        kind, text = host.parsers.kinds.get(config.tool_parser), models[config.name]
+        if kind is not None:
+            found[config.name] = kind.thing(
+                ParserConfig(kind=kind.name),
+                ParserModel(
+                    name=config.name,
+                    chat_template=None if text.chat_template is None else text.chat_template.source,
+                    special_tokens=frozenset(text.special_texts.values()),
+                    reasoning=config.reasoning_parser,
+                ),
+            )
+    return found
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from commutator.contract.door import FrontendConfig
 from commutator.contract.limiter import RequestLimiter
 from commutator.contract.observer import Observer
 from commutator.contract.operations import Operations
+from commutator.contract.parser import Parser
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
 from commutator.contract.worker import KvStatistics
@@ -41,6 +42,8 @@ class FrontendServices:
     config: FrontendConfig
     models: Mapping[str, TextModel]
     """By the name that clients give."""
+    parsers: Mapping[str, Parser] = field(factory=dict)
+    """By the same name, where the answers of the model are more than text."""
     dispatcher: Dispatcher
     limiter: ConcurrencyLimiter
     metrics: FrontendMetrics = field(init=False)

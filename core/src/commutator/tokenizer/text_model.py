@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from attrs import frozen
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
@@ -27,6 +27,7 @@ from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
 from commutator.tokenizer.encoder import FastTokenizer
 
 __all__ = [
+    "CallHistory",
     "ChatTemplate",
     "Detokenizer",
     "StopMatcher",
@@ -51,6 +52,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """The inherited answer, without its four slow isinstance checks for loop variables."""
         if isinstance(obj, LoopContext):
             return not attr.startswith("_")
+        if attr == "append" and type(obj) is list:  # as some templates sort messages
+            return True
         return super().is_safe_attribute(obj, attr, value)
 
 
@@ -62,8 +65,36 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().astimezone().strftime(layout)
 
 
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    """As templates know it from transformers; what a filter yields is a list."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list, **options)
+
+
+@frozen
+class CallHistory:
+    """How a template wants an assistant's message that is nothing but calls."""
+
+    content: str | None
+    """Its text."""
+    as_object: bool
+    """Whether arguments are objects; otherwise they are JSON as text."""
+
+    def arguments(self, text: str) -> object:
+        """The arguments of a call, which a model wrote as ``text``."""
+        if not self.as_object:
+            return text
+        try:
+            value = json.loads(text or "{}")
+        except ValueError:
+            return text
+        return value if isinstance(value, dict) else text
+
+
+_HISTORIES = tuple(
+    CallHistory(content, as_object) for content in ("", None) for as_object in (True, False)
+)
 
 
 class ChatTemplate:
@@ -86,6 +117,27 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         self._variables = dict(variables)
         self._knows_developer = "developer" in source
+        self.source = source
+        """The template's text."""
+        self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+        """Whether it writes the tools of a request into the prompt."""
+
+    @cached_property
+    def history(self) -> CallHistory:
+        """How it wants the calls of earlier turns; found by rendering one in each way."""
+        for style in _HISTORIES:
+            function = {"name": "a_tool", "arguments": style.arguments('{"a_key": "a_value"}')}
+            call = {"id": "a23456789", "type": "function", "function": function}
+            asked = {"role": "user", "content": "text"}
+            called = {"role": "assistant", "content": style.content, "tool_calls": [call]}
+            try:
+                text = self.render([asked, called], add_generation_prompt=False)
+            except RequestError:
+                continue
+            wrong = ("None", "{'a_key'", '\\"a_key')
+            if "a_tool" in text and "a_value" in text and not any(one in text for one in wrong):
+                return style
+        return _HISTORIES[0]
 
     def render(
         self,
@@ -95,7 +147,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for ``messages``: mappings with ``role`` and a string ``content``.
+        """The prompt for ``messages``: mappings with ``role`` and ``content``.
 
         ``continue_final_message`` ends the prompt right after the last message's content.
         Raises RequestError when the template refuses the conversation.
@@ -117,7 +169,9 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", "messages"
             ) from error
-        return _up_to_content(text, messages[-1]["content"]) if continue_final_message else text
+        return (
+            _up_to_content(text, messages[-1]["content"] or "") if continue_final_message else text
+        )
 
     def _in_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message["role"] == "developer" and not self._knows_developer:
@@ -353,6 +407,16 @@ class TextModel:
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return len(self._bytes.table)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template; None: it has none."""
+        return self._chat_template
+
+    @cached_property
+    def special_texts(self) -> Mapping[int, str]:
+        """The special tokens' texts, by id."""
+        return {one: self._bytes.table[one].decode("utf-8", "replace") for one in self.special_ids}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Lets other threads run meanwhile."""

@@ -10,7 +10,15 @@ from typing import Any, Self
 
 from attrs import define
 
-from commutator.contract.answer import AnswerEvent, Batch, Content, Finish, FinishKind, Usage
+from commutator.contract.answer import (
+    AnswerEvent,
+    Batch,
+    Content,
+    Finish,
+    FinishKind,
+    ReasoningContent,
+    Usage,
+)
 from commutator.contract.parser import AnswerParser
 from commutator.contract.request import (
     UNKNOWN_CALLER,
@@ -110,7 +118,13 @@ class Choice:
         self.finished = False
         self._rules = rules
         self._wants_logprobs = wants_logprobs
-        self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
+        skip = rules.skip_special_tokens and parser is None  # markers are special tokens
+        self._detokenizer = model.detokenizer(skip_special_tokens=skip)
+        self._specials = {} if parser is None else model.special_texts
+        self._marks: list[tuple[int, int]] = []
+        """The special tokens of this delta, as (offset, length) in the text decoded before."""
+        self._thinks = False
+        self._thought = 0.0
         self._matcher: StopMatcher | None = None
         if rules.stop:
             self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
@@ -140,14 +154,16 @@ class Choice:
             return [(self._number, Content(text))]
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise EngineError(delta.error or "the worker aborted the request")
+        self._marks.clear()
+        start = self._decoded
         text = self._text(self._shown(delta), delta.logprobs)
         self.generated_tokens += len(delta.token_ids)
+        if self._parser is not None:
+            return self._parsed(self._parser, text, start, delta)
         held, finish = self._ending(delta.finish_reason)
         text += held
         self._sent += len(text)
         logprobs = self._certain(finish) if self._pending else ()
-        if self._parser is not None:
-            return self._parsed(self._parser, text, logprobs, finish, delta.stop_reason)
         events: Events = []
         if text or logprobs or finish is None:
             events.append((self._number, Content(text, logprobs)))
@@ -172,22 +188,62 @@ class Choice:
             return self._matcher.matched
         return None if stop_reason in self._rules.end_ids else stop_reason
 
-    def _parsed(
-        self,
-        parser: AnswerParser,
-        text: str,
-        logprobs: tuple[tuple[int, TokenLogprob], ...],
-        finish: FinishKind | None,
-        stop_reason: str | int | None,
-    ) -> Events:
-        found = [*parser.feed(text)] if text else []
+    def _parsed(self, parser: AnswerParser, text: str, start: int, delta: TokenDelta) -> Events:
+        """The events of ``text``, which begins at ``start``.
+
+        Stop strings are looked for in the answer's text only, not in thoughts and calls.
+        """
+        marks = [(at - start, length) for at, length in self._marks]
+        found = list(parser.feed(text, marks)) if text else []
+        finish = None if delta.finish_reason is None else _FINISHES[delta.finish_reason]
+        if finish is not None:
+            last, finish = parser.finish(finish)
+            found += last
+        self._count_reasoning(found, text, len(delta.token_ids))
+        if self._matcher is not None and self.generated_tokens > self._rules.min_tokens:
+            found = self._until_stop(found, finish, self._matcher)
+            finish = "stop" if self._matcher.matched is not None else finish
         if finish is not None:
             self.finished = True
-            last, finish = parser.finish(finish)
-            found += [*last, Finish(finish, self._stop(stop_reason))]
-        if logprobs:
+            found.append(Finish(finish, self._stop(delta.stop_reason)))
+        self._sent = self._decoded
+        if logprobs := self._certain(finish):
             found.insert(0, Content("", logprobs))
         return [(self._number, event) for event in found]
+
+    def _count_reasoning(self, events: Sequence[AnswerEvent], text: str, tokens: int) -> None:
+        """Of tokens that are part reasoning, as many as is their part of the characters."""
+        if not events:
+            self._thought += tokens if self._thinks else 0
+            return
+        self._thinks = type(events[-1]) is ReasoningContent
+        thought = sum(len(one.text) for one in events if type(one) is ReasoningContent)
+        if thought:
+            self._thought += tokens * min(1.0, thought / max(1, len(text)))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the tokens generated, those of reasoning."""
+        return round(self._thought)
+
+    def _until_stop(
+        self, events: Sequence[AnswerEvent], finish: FinishKind | None, matcher: StopMatcher
+    ) -> list[AnswerEvent]:
+        """The events up to a stop string in the answer's text."""
+        found: list[AnswerEvent] = []
+        for event in events:
+            if type(event) is Content:
+                if text := matcher.push(event.text):
+                    found.append(Content(text))
+                if matcher.matched is not None:
+                    return found
+                continue
+            if held := matcher.flush():
+                found.append(Content(held))
+            found.append(event)
+        if finish is not None and (held := matcher.flush()):
+            found.append(Content(held))
+        return found
 
     def _shown(self, delta: TokenDelta) -> Sequence[int]:
         """The delta's tokens, less the one that ended the answer."""
@@ -200,6 +256,8 @@ class Choice:
         return ids
 
     def _text(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> str:
+        if self._parser is not None:
+            return self._marked_text(ids, logprobs)
         matcher = self._matcher
         free = len(ids)  # tokens in which no stop string is looked for
         if matcher is not None:
@@ -212,6 +270,20 @@ class Choice:
             self._pending.append((self._decoded, logprob))
             decoded = self._decode((token_id,))
             text += decoded if matcher is None or place < free else matcher.push(decoded)
+        return text
+
+    def _marked_text(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> str:
+        """All the text, with ``_marks`` of its special tokens."""
+        specials = self._specials
+        if not logprobs and specials.keys().isdisjoint(ids):
+            return self._decode(ids)
+        text = ""
+        for place, token_id in enumerate(ids):
+            if place < len(logprobs):
+                self._pending.append((self._decoded, logprobs[place]))
+            text += self._decode((token_id,))
+            if special := specials.get(token_id):
+                self._marks.append((self._decoded - len(special), len(special)))
         return text
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -370,12 +442,14 @@ class Generation:
                 prompt_tokens=self._plan.prompt_tokens,
                 completion_tokens=only.generated_tokens,
                 cached_tokens=only.cached_tokens,
+                reasoning_tokens=only.reasoning_tokens,
             )
         first_answers = self.choices[:: self._plan.answers_per_prompt]
         return Usage(
             prompt_tokens=self._plan.prompt_tokens,
             completion_tokens=sum(choice.generated_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
         )
 
     def _answer(self, number: int) -> _Answer:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from attrs import define, evolve
 
 from commutator.auth.rights import allowed_priority, check_answers, require, salted
-from commutator.contract.conversation import Conversation, Generate, Message, Part, Text
+from commutator.contract.conversation import Conversation, Generate, Message, Text, ToolResult
+from commutator.contract.parser import AnswerParser, Parser
 from commutator.contract.principal import Principal
 from commutator.contract.request import Caller, GenerateRequest, KvRetention, SamplingParams
 from commutator.errors import RequestError
+from commutator.frontend.request.conversation import (
+    NOT_SERVED,
+    check_template,
+    check_tools,
+    messages_of,
+    offered_tools,
+    template_tools,
+)
 from commutator.frontend.request.generation import ChoiceRules, Plan
 from commutator.frontend.request.preprocessor import Preprocessor, size_of
 from commutator.tokenizer.prompt_cache import PromptTokens
@@ -20,9 +29,8 @@ from commutator.tokenizer.text_model import TextModel
 
 __all__ = ["NOT_SERVED", "Plan", "Target", "conversation_prompt", "make_plan"]
 
-NOT_SERVED = "unsupported_parameter"
-"""The code of a RequestError for what is known, but not served here."""
-
+_PROMPT_END = 256
+"""Characters of the rendered prompt that tell a parser how the answer begins."""
 _MAX_ANSWERS = 256
 _MAX_MARKS = 4
 _COMPLETION_MAX_TOKENS = 16
@@ -40,6 +48,8 @@ class Target:
     """The name that clients give."""
     text: TextModel
     prompts: Preprocessor
+    parser: Parser | None
+    """Reads the model's answers; None: they are text."""
     max_model_len: int
     """Longest prompt plus answer in tokens."""
     principal: Principal
@@ -53,8 +63,13 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     if asked.conversation is None:
         return await _plan_prompts(asked, target, salt)
     conversation, limit = asked.conversation, target.max_model_len
-    prompt = await conversation_prompt(target.prompts, conversation, salt, limit)
-    plan = _plan(asked, target, salt, [prompt])
+    check_tools(conversation, target.prompts.template, target.parser)
+    rendered = await _rendered(target.prompts, conversation, limit)
+    prompt = await target.prompts.encode(
+        rendered, salt=salt, add_special_tokens=False, max_tokens=limit
+    )
+    read = _answer_parser(target.parser, conversation, rendered)
+    plan = _plan(asked, target, salt, [prompt], read)
     marked = _marked(conversation)
     if not marked:
         return plan
@@ -85,8 +100,33 @@ async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Pl
     return evolve(plan, echoes=tuple(text for text in texts for _ in range(asked.answers)))
 
 
+def _answer_parser(
+    parser: Parser | None, conversation: Conversation, rendered: str
+) -> Callable[[], AnswerParser] | None:
+    """Makes what reads each answer; None where answers are nothing but text."""
+    if parser is None:
+        return None
+    made: list[AnswerParser] = []
+    end = rendered[-_PROMPT_END:]
+
+    def make() -> AnswerParser:
+        one = made.pop() if made else parser.answer(conversation, end)
+        assert one is not None  # as the first one was none
+        return one
+
+    first = parser.answer(conversation, end)
+    if first is None:
+        return None
+    made.append(first)
+    return make
+
+
 def _plan(
-    asked: Generate, target: Target, salt: str | None, prompts: Sequence[PromptTokens]
+    asked: Generate,
+    target: Target,
+    salt: str | None,
+    prompts: Sequence[PromptTokens],
+    parser: Callable[[], AnswerParser] | None = None,
 ) -> Plan:
     answers = asked.answers
     rules = _choice_rules(asked, target.text)
@@ -102,6 +142,8 @@ def _plan(
         prompt_tokens += tokens
         max_tokens = _max_tokens(asked, tokens, target.max_model_len)
         sampling = _sampling_params(asked, rules, target.text, max_tokens)
+        if parser is not None and rules.stop:  # stop strings end the text, and nothing else
+            sampling = evolve(sampling, stop=())
         for answer in range(answers):
             number = len(requests)
             requests.append(
@@ -127,6 +169,7 @@ def _plan(
         answers,
         caller=target.caller,
         migration_limit=asked.migration_limit,
+        parser=parser,
     )
 
 
@@ -160,29 +203,37 @@ async def conversation_prompt(
 ) -> PromptTokens:
     """The rendered conversation, tokenized with the help of prompts of the same salt.
 
-    Raises RequestError, also for one that is certainly longer than ``max_tokens``, and for what
-    models are not asked yet: tools, and how to reason.
+    Raises RequestError, also for one that is certainly longer than ``max_tokens``.
     """
+    text = await _rendered(prompts, conversation, max_tokens)
+    return await prompts.encode(
+        text, salt=salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+    )
+
+
+async def _rendered(
+    prompts: Preprocessor, conversation: Conversation, max_tokens: int | None
+) -> str:
     continues = conversation.continue_final_message
     if continues and conversation.add_generation_prompt:
         raise RequestError(
             "continue_final_message: needs add_generation_prompt to be false",
             "continue_final_message",
         )
-    if conversation.tools or conversation.tool_choice or conversation.reasoning:
-        given = (one for one in ("tools", "tool_choice", "reasoning") if getattr(conversation, one))
-        name = next(given)
-        raise RequestError(f"{name}: not served by these engines", name, NOT_SERVED)
-    if conversation.variables:
-        _check_variables(conversation.variables)
-    return await prompts.chat(
-        [_as_mapping(message) for message in conversation.messages],
+    if conversation.reasoning:
+        raise RequestError("reasoning: not served by these engines", "reasoning", NOT_SERVED)
+    check_template(conversation, prompts.template)
+    variables = conversation.variables
+    if variables:
+        _check_variables(variables)
+    if tools := offered_tools(conversation):
+        variables = {**(variables or {}), "tools": template_tools(tools)}
+    return await prompts.render(
+        messages_of(conversation.messages, prompts.template),
         max_tokens=max_tokens,
-        add_special_tokens=add_special_tokens,
-        salt=salt,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=continues,
-        variables=conversation.variables,
+        variables=variables,
     )
 
 
@@ -250,26 +301,11 @@ def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
 def _marks(message: Message) -> list[KvRetention]:
     given = [] if message.retention is None else [message.retention]
     if not isinstance(message.content, str):
-        parts = (part for part in message.content if isinstance(part, Text))
+        parts = [part for part in message.content if isinstance(part, Text)]
+        results = (part for part in message.content if isinstance(part, ToolResult))
+        parts += [part for result in results for part in result.parts if isinstance(part, Text)]
         given += [part.retention for part in parts if part.retention is not None]
     return given
-
-
-def _as_mapping(message: Message) -> dict[str, Any]:
-    content = message.content
-    if not isinstance(content, str):
-        content = "\n".join(map(_text_of, content))
-    shown = {"role": message.role, "content": content}
-    if message.name is not None:
-        shown["name"] = message.name
-    return shown
-
-
-def _text_of(part: Part) -> str:
-    if isinstance(part, Text):
-        return part.text
-    what = type(part).__name__
-    raise RequestError(f"messages: {what} is not served by these engines", "messages", NOT_SERVED)
 
 
 def _max_tokens(asked: Generate, prompt_tokens: int, max_model_len: int) -> int:

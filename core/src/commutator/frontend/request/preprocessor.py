@@ -18,7 +18,7 @@ from commutator.tokenizer.prompt_cache import (
     PromptTokenCache,
     PromptTokens,
 )
-from commutator.tokenizer.text_model import TextModel
+from commutator.tokenizer.text_model import ChatTemplate, TextModel
 
 __all__ = ["Preprocessor", "size_of"]
 
@@ -33,6 +33,7 @@ _INLINE_RENDER_CHARACTERS = 100_000
 _MESSAGE_CHARACTERS = 200
 # Templates go through tools and documents, which are such variables, and make JSON of them.
 _RENDERED_PER_VARIABLE = 20
+_PLAIN = {"role", "content", "name"}
 # Of a prompt of this length, each known chunk is looked up in a few milliseconds.
 _INLINE_LOOK_UP_CHARACTERS = 400_000
 
@@ -97,27 +98,26 @@ class Preprocessor:
         """Memory that the cache of tokenized prompts takes."""
         return self._cache.size_bytes
 
-    async def chat(
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template; None: it has none."""
+        return self._model.chat_template
+
+    async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        salt: str | None = None,
         max_tokens: int | None = None,
-        add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> PromptTokens:
-        """The rendered conversation, tokenized; ``options`` as for ``TextModel.render_chat``.
+    ) -> str:
+        """The prompt for a conversation; ``options`` as for ``TextModel.render_chat``.
 
-        Only prompts of the same ``salt`` help to tokenize it, so that the time it takes tells
-        nothing about others, and its sequence hashes are those of the salt.
-
-        The chat template itself writes BOS, hence no further special tokens by default. Raises
-        RequestError when the model has no template, the template refuses the messages, or the
-        prompt is certainly longer than ``max_tokens``.
+        Raises RequestError when the model has no template, the template refuses the messages, or
+        the prompt is certainly longer than ``max_tokens`` tokens.
         """
-        characters = sum(_MESSAGE_CHARACTERS + len(message["content"]) for message in messages)
-        length = characters - _MESSAGE_CHARACTERS * len(messages)
+        characters = sum(_characters(message) for message in messages)
+        length = sum(len(message["content"] or "") for message in messages)
         self._check_length(length, max_tokens, "messages")
         if variables:
             characters += _RENDERED_PER_VARIABLE * size_of(variables)
@@ -126,11 +126,7 @@ class Preprocessor:
             return self._model.render_chat(messages, variables=variables, **options)
 
         inline = characters <= _INLINE_RENDER_CHARACTERS
-        text = render() if inline else await self._work.run(render)
-        (tokens,) = await self._encode(
-            [text], salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
-        )
-        return tokens
+        return render() if inline else await self._work.run(render)
 
     async def completion(
         self,
@@ -139,7 +135,7 @@ class Preprocessor:
         salt: str | None = None,
         max_tokens: int | None = None,
     ) -> list[PromptTokens]:
-        """Each prompt, tokenized; ``salt`` as for ``chat``.
+        """Each prompt, tokenized; ``salt`` as for ``encode``.
 
         Raises RequestError for empty prompts, unknown token ids, and a prompt that is certainly
         longer than ``max_tokens``.
@@ -166,7 +162,11 @@ class Preprocessor:
         salt: str | None = None,
         max_tokens: int | None = None,
     ) -> PromptTokens:
-        """The tokens of a text, which may be empty; ``salt`` as for ``chat``.
+        """The tokens of a text, which may be empty.
+
+        Only prompts of the same ``salt`` help to tokenize it, so that the time it takes tells
+        nothing about others, and its sequence hashes are those of the salt. A rendered
+        conversation has its BOS from the chat template, hence no further special tokens.
 
         Raises RequestError when they are certainly more than ``max_tokens``.
         """
@@ -242,6 +242,13 @@ def _completing(
             yield
         prompts.append((yield from cache.completing(one)))
     return prompts
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    """What a message adds to the time of rendering."""
+    if message.keys() <= _PLAIN:
+        return _MESSAGE_CHARACTERS + len(message["content"])
+    return _MESSAGE_CHARACTERS + size_of(message)
 
 
 def size_of(value: Any) -> int:

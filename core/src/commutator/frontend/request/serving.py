@@ -38,6 +38,7 @@ async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: Ti
             model=name,
             text=text,
             prompts=services.preprocessors[name],
+            parser=services.parsers.get(name),
             max_model_len=services.max_model_len(name, call.principal),
             request_id=call.request_id,
             principal=call.principal,

@@ -10,8 +10,9 @@ from attrs import frozen
 from commutator import FinishReason, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator.tokenizer import TextModel
+from commutator_sim.config import ScriptedAnswer
 
-__all__ = ["Answer", "plan_answer", "refuse_what_needs_a_model"]
+__all__ = ["Answer", "Script", "plan_answer", "refuse_what_needs_a_model"]
 
 
 @frozen
@@ -48,8 +49,9 @@ def plan_answer(
     room: int,
     natural_tokens: int,
     text: TextModel | None,
+    says: Sequence[int] | None = None,
 ) -> Answer:
-    """The prompt's tokens over and over, without the special ones.
+    """The prompt's tokens over and over, without the special ones; or ``says``, if it is scripted.
 
     It ends at a stop token or string once it has ``min_tokens``, else by itself after
     ``natural_tokens`` unless ``ignore_eos`` is set, else after ``max_tokens`` or ``room`` tokens.
@@ -57,10 +59,13 @@ def plan_answer(
     strings. Raises RequestError for a stop string without ``text``.
     """
     count, reason = min(params.max_tokens, room), FinishReason.LENGTH
-    natural = max(natural_tokens, params.min_tokens)
+    natural = max(natural_tokens if says is None else len(says), params.min_tokens)
     if natural < count and not params.ignore_eos:
         count, reason = natural, FinishReason.STOP
-    token_ids = _cycle(prompt, count, () if text is None else text.special_ids)
+    if says:
+        token_ids = _cycle(says, count, ())
+    else:
+        token_ids = _cycle(prompt, count, () if text is None else text.special_ids)
     stop: int | str | None = None
     if params.stop_token_ids:
         count, stop = _first_stop_id(token_ids, params, count)
@@ -71,6 +76,24 @@ def plan_answer(
         if string is not None and (earlier < count or stop is None):
             count, stop = earlier, string
     return Answer(token_ids[:count], reason if stop is None else FinishReason.STOP, stop)
+
+
+class Script:
+    """Scripted answers, as tokens."""
+
+    def __init__(self, answers: Sequence[ScriptedAnswer], text: TextModel | None) -> None:
+        self._text = text
+        self._answers = [] if text is None else answers
+
+    def says(self, prompt: Sequence[int]) -> Sequence[int] | None:
+        """What is said to a prompt; None: nothing is scripted for it."""
+        if not self._answers or self._text is None:
+            return None
+        asked = self._text.decode(prompt, skip_special_tokens=False)
+        for answer in self._answers:
+            if answer.when in asked:
+                return self._text.encode(answer.say, add_special_tokens=False)
+        return None
 
 
 def _cycle(prompt: Sequence[int], count: int, never: Collection[int]) -> list[int]:

@@ -20,7 +20,7 @@ from commutator import (
 from commutator.contract.planner import EnginePerformance
 from commutator.contract.tier import AdmissionConfig, TierPolicyConfig
 
-__all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
+__all__ = ["ScriptedAnswer", "SimConfig", "SimParameters", "SimTier", "TierParameters"]
 
 
 @frozen(kw_only=True)
@@ -117,6 +117,14 @@ def _room_for_the_batch(config: SimConfig, _field: Attribute[Any], tokens: int) 
 
 
 @frozen(kw_only=True)
+class ScriptedAnswer:
+    """What the model says to some prompts."""
+
+    say: str = setting("The answer; special tokens of the vocabulary are written as their text.")
+    when: str = setting("What the prompt, as text, must hold; by default anything does.", "")
+
+
+@frozen(kw_only=True)
 class SimConfig(EngineConfig):
     """Workers that model an engine's time and memory, and compute nothing."""
 
@@ -161,6 +169,11 @@ class SimConfig(EngineConfig):
     )
     answer_tokens: PositiveInt = setting(
         "Tokens after which an answer ends by itself, unless the request sets `ignore_eos`.", 512
+    )
+    answers: tuple[ScriptedAnswer, ...] = setting(
+        "Scripted answers, for tests of what reads them: the first one whose `when` the prompt "
+        "holds. Without one, the answer is the prompt again.",
+        (),
     )
     burst_tokens: PositiveInt = setting(
         "At unlimited speed: engine steps made before their tokens are sent. A request's tokens "

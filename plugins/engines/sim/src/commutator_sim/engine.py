@@ -24,7 +24,7 @@ from commutator_engine_kit.kv.transfer import (
     PrefillTransferParams,
     parse_transfer_params,
 )
-from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
+from commutator_sim.answers import Answer, Script, plan_answer, refuse_what_needs_a_model
 from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     Event,
@@ -100,6 +100,7 @@ class SimEngine(TokenEngine):
         self._model_name = model
         self._max_model_len = min(max_model_len, config.kv_capacity_blocks * config.block_size)
         self._text = text
+        self._script = Script(config.answers, text)
         self._factor = config.time_factor
         # The puller waits for the time of a transfer, so the model must not count it again.
         self._model = SimModel(
@@ -271,6 +272,7 @@ class SimEngine(TokenEngine):
             room=self._max_model_len - prompt_length,
             natural_tokens=self._config.answer_tokens,
             text=self._text,
+            says=self._script.says(request.token_ids[:prompt_length]),
         )
         if done >= len(answer.token_ids):
             raise RequestError(

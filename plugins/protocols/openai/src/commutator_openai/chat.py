@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from attrs import frozen
 
-from commutator.contract.conversation import Conversation, Generate, Message, Speaker, Text
+from commutator.contract.conversation import (
+    Conversation,
+    Generate,
+    Message,
+    Part,
+    Reasoning,
+    Speaker,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
 from commutator.contract.request import KvRetention
 from commutator.errors import RequestError
 from commutator.frontend import (
@@ -56,6 +68,9 @@ RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 IGNORED_HEADER = "X-Commutator-Ignored"
 """Names the parameters that had no effect on the answer."""
 
+_OF_TOOLS = {"messages", "tools", "tool_choice"}
+"""What an engine may serve that is asked as clients ask, where the front door cannot."""
+
 
 @frozen
 class Generations:
@@ -99,7 +114,13 @@ class Generations:
                 include_usage=_include_usage(body),
                 logprobs=body.logprobs,
             )
-            await answer(call, asked(body), make_writer, limit)
+            try:
+                await answer(call, asked(body), make_writer, limit)
+            except RequestError as refused:
+                if refused.param not in _OF_TOOLS:
+                    raise
+                if not await self.pass_through.answered(call, refused):
+                    raise
 
     async def _passed_on(self, call: Call, given: Mapping[str, Hint]) -> bool:
         """Whether an engine answered that may know the hints; otherwise they are to be ignored.
@@ -216,26 +237,101 @@ def _asked(body: GenerationRequest) -> Generate:
 
 def conversation_of(body: ChatRequest | TokenizeRequest) -> Conversation:
     """What is to be rendered."""
+    tools = _tools(body)
+    choice = None
+    if isinstance(body, ChatRequest):
+        if tools:
+            choice, tools = _choice(body, tools)
+        elif body.tool_choice is not None and body.tool_choice[0] not in {"none", "auto"}:
+            raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
     return Conversation(
-        messages=[_message(message) for message in body.messages or ()],
+        messages=[_message(number, message) for number, message in enumerate(body.messages or ())],
+        tools=tools,
+        tool_choice=choice,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
     )
 
 
-def _message(message: ChatMessage) -> Message:
-    content: str | Sequence[Text]
-    if isinstance(message.content, str):
+def _tools(body: ChatRequest | TokenizeRequest) -> list[Tool]:
+    tools = [
+        Tool(
+            name=one.function.name,
+            description=one.function.description or "",
+            parameters=one.function.parameters or {},
+            strict=bool(one.function.strict),
+        )
+        for one in body.tools or ()
+    ]
+    if len({tool.name for tool in tools}) < len(tools):
+        raise RequestError("tools: expected a name of its own for each", "tools")
+    return tools
+
+
+def _choice(body: ChatRequest, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:
+    """What is to be called, and the tools that may be."""
+    given: tuple[Literal["auto", "none", "required", "named"], tuple[str, ...]]
+    given = body.tool_choice or ("auto", ())
+    mode, names = given
+    known = {tool.name for tool in tools}
+    for name in names:
+        if name not in known:
+            problem = f"there is no tool {name[:100]!r} in tools"
+            raise RequestError(f"tool_choice: {problem}", "tool_choice")
+    parallel = body.parallel_tool_calls is not False
+    if mode == "named":
+        return ToolChoice(mode="named", name=names[0], parallel=parallel), tools
+    if names:
+        tools = [tool for tool in tools if tool.name in names]
+    return ToolChoice(mode=mode, parallel=parallel), tools
+
+
+def _message(number: int, message: ChatMessage) -> Message:
+    content: str | Sequence[Part]
+    if isinstance(message.content, str) and not message.has_more:
         content = message.content
     else:
-        content = [_text(part) for part in message.content]
+        content = _parts(number, message)
     return Message(
         role=cast("Speaker", message.role),  # the request's class has checked it
         content=content,
         name=message.name,
         retention=_retention(message.cache_control),
     )
+
+
+def _parts(number: int, message: ChatMessage) -> Sequence[Part]:
+    """Raises RequestError for what a message of its role needs, or must not have."""
+    given = message.content
+    texts = [Text(given)] if isinstance(given, str) else [_text(part) for part in given or ()]
+    where = f"messages[{number}]"
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise RequestError(
+                f"{where}.tool_call_id: required, the id of the call whose result this is",
+                f"{where}.tool_call_id",
+                "missing_required_parameter",
+            )
+        return [ToolResult(call_id=message.tool_call_id, parts=texts)]
+    if message.role != "assistant":
+        if message.tool_calls:
+            raise RequestError(
+                f"{where}.tool_calls: only an assistant calls tools", f"{where}.tool_calls"
+            )
+        if given is None:
+            raise RequestError(
+                f"{where}.content: required, but missing",
+                f"{where}.content",
+                "missing_required_parameter",
+            )
+        return texts
+    thought = message.reasoning_content or message.reasoning
+    calls = [
+        ToolCall(id=one.id, name=one.function.name, arguments=one.function.arguments)
+        for one in message.tool_calls or ()
+    ]
+    return [*([Reasoning(thought)] if thought else ()), *texts, *calls]
 
 
 def _text(part: TextPart) -> Text:

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_INT",
     "MAX_LABEL",
     "CacheControl",
+    "FunctionType",
     "Hint",
     "Items",
     "Label",
@@ -31,6 +32,9 @@ __all__ = [
     "Special",
     "TokenId",
     "TokenIds",
+    "ToolName",
+    "Tools",
+    "WhichTools",
     "build_request_converter",
     "hints_given",
     "request_schema",
@@ -170,6 +174,79 @@ class Label(Special):
 
     def schema(self, inner: Any) -> dict[str, Any]:
         return {"type": "string", "maxLength": self.maximum}
+
+
+@frozen(eq=False)
+class FunctionType(Special):
+    """The type of a tool or a call: only functions are served."""
+
+    def convert(self, value: Any) -> str:
+        if value == "function":
+            return "function"
+        if not isinstance(value, str):
+            raise Mismatch('"function"', value)
+        raise ValueError(f"not supported: tools of type {value[:40]!r}, only functions are served")
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"enum": ["function"]}
+
+
+@frozen(eq=False)
+class Tools(Items):
+    """A list of tools. Those of other types have other fields, so their types come first."""
+
+    def convert(self, value: Any) -> Any:
+        for one in value if isinstance(value, list) else ():
+            kind = one.get("type") if isinstance(one, dict) else None
+            if isinstance(kind, str) and kind != "function":
+                raise ValueError(
+                    f"not supported: tools of type {kind[:40]!r}, only functions are served"
+                )
+        return super().convert(value)
+
+
+_TOOL_NAME = r"[A-Za-z0-9_.:/\-]{1,128}"
+
+
+@frozen(eq=False)
+class ToolName(Special):
+    """The name of a tool."""
+
+    def convert(self, value: Any) -> str:
+        if isinstance(value, str) and re.fullmatch(_TOOL_NAME, value):
+            return value
+        raise Mismatch("1 to 128 letters, digits, '_', '-', '.', ':' and '/'", value)
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^{_TOOL_NAME}$"}
+
+
+@frozen(eq=False)
+class WhichTools(Special):
+    """What is to be called: always becomes (mode, the named or allowed tools), or None."""
+
+    def convert(self, value: Any) -> tuple[str, tuple[str, ...]] | None:
+        if value is None:
+            return None
+        if value in ("none", "auto", "required"):
+            return value, ()
+        match value:
+            case {"type": "function", "function": {"name": str(name)}}:
+                return "named", (name,)
+            case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}:
+                names = [tool.get("function", tool).get("name") for tool in tools]
+                if mode in ("auto", "required") and all(isinstance(one, str) for one in names):
+                    return mode, tuple(names)
+            case {"type": "custom"}:
+                raise ValueError("not supported: custom tools, only functions are served")
+        raise Mismatch(
+            '"none", "auto", "required", {"type": "function", "function": {"name": NAME}} or a '
+            "choice of allowed tools",
+            value,
+        )
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 
 
 @frozen(eq=False)

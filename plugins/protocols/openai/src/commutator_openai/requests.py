@@ -10,6 +10,7 @@ from commutator import Bounds, Fraction, NonNegativeInt, PositiveInt, setting
 from commutator_openai.fields import (
     MAX_INT,
     CacheControl,
+    FunctionType,
     Hint,
     Items,
     Label,
@@ -18,6 +19,9 @@ from commutator_openai.fields import (
     PromptList,
     TokenId,
     TokenIds,
+    ToolName,
+    Tools,
+    WhichTools,
 )
 
 __all__ = [
@@ -26,16 +30,19 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "MessageCall",
     "StreamOptions",
     "TextPart",
     "TokenizeRequest",
+    "ToolSpec",
 ]
 
 MAX_MESSAGES = 8192
-_NO_TOOLS = "no engine of this model can call tools"
 _NO_AUDIO = "only text is served"
 _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
-_NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
+_NO_ROLES = {"function": 'it was replaced by the role "tool"'}
+_REPLACED = "functions were replaced by tools"
+MAX_TOOLS = 1024
 Name = Annotated[str, Label()]
 Tokens = Annotated[int, Bounds(minimum=1, maximum=MAX_INT)]
 Penalty = Annotated[float, Bounds(minimum=-2, maximum=2)]
@@ -62,27 +69,77 @@ class TextPart:
     cache_control: CacheControl | None = setting("The same as that of the message.", None)
 
 
+@frozen(kw_only=True)
+class CalledFunction:
+    """What a model called."""
+
+    name: Name = setting("The tool.")
+    arguments: str = setting("Its arguments, as JSON.", "")
+
+
+@frozen(kw_only=True)
+class MessageCall:
+    """A call of a tool in the history."""
+
+    id: Name = setting("Names the call; its result has the same id.")
+    type: Annotated[str, FunctionType()] = setting("The kind of call.", "function")
+    function: CalledFunction = setting("What was called.")
+    index: int | None = setting("As in a stream; without meaning.", None)
+
+
+@frozen(kw_only=True)
+class FunctionSpec:
+    """A function that the model may call."""
+
+    name: Annotated[str, ToolName()] = setting("Letters, digits, '_', '-', '.', ':' and '/'.")
+    description: str | None = setting("For the model.", None)
+    parameters: dict[str, Any] | None = setting("JSON Schema of the arguments.", None)
+    strict: bool | None = setting("Has no effect yet: arguments are not made to fit.", None)
+
+
+@frozen(kw_only=True)
+class ToolSpec:
+    """A tool that the model may call."""
+
+    type: Annotated[str, FunctionType()] = setting("The kind of tool.")
+    function: FunctionSpec = setting("The function.")
+
+
 @define(kw_only=True)  # made for each request, and a frozen class takes twice as long to fill
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Annotated[str, OneOf(("developer", "system", "user", "assistant"), _NO_ROLES)] = setting(
-        "Who speaks."
+    role: Annotated[str, OneOf(("developer", "system", "user", "assistant", "tool"), _NO_ROLES)] = (
+        setting("Who speaks.")
     )
-    content: str | Annotated[tuple[TextPart, ...], Items(1, MAX_MESSAGES)] = setting(
-        "The text; parts are joined by newlines."
+    content: str | Annotated[tuple[TextPart, ...], Items(1, MAX_MESSAGES)] | None = setting(
+        "The text; parts are joined by newlines. An assistant that calls tools needs none.", None
     )
     name: Name | None = setting("Passed to the model's chat template.", None)
     cache_control: CacheControl | None = setting(
         "How long to keep the KV blocks of the prompt up to the end of this message.", None
     )
-    tool_calls: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tool calls.", None)
-    function_call: Annotated[Any, Off(_NO_TOOLS)] = setting("A function call.", None)
+    tool_calls: Annotated[tuple[MessageCall, ...], Items(0, MAX_MESSAGES)] | None = setting(
+        "What an assistant called.", None
+    )
+    tool_call_id: Name | None = setting("The call whose result a tool's message is.", None)
+    reasoning_content: str | None = setting("What an assistant thought before.", None)
+    reasoning: str | None = setting("The same, as others call it.", None)
+    function_call: Annotated[Any, Off(_REPLACED)] = setting("A function call.", None)
     audio: Annotated[Any, Off(_NO_AUDIO)] = setting("An audio answer.", None)
     refusal: Annotated[Any, Off("refusals are plain content here")] = setting("A refusal.", None)
     annotations: Annotated[Any, Off("there is no web search", (None, []))] = setting(
         "Annotations.", None
     )
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more to it than text."""
+        return (
+            self.role == "tool"
+            or bool(self.tool_calls)
+            or bool(self.reasoning_content or self.reasoning)
+        )
 
 
 @define(kw_only=True)  # as above
@@ -225,15 +282,20 @@ class ChatRequest(GenerationRequest):
     )
     prompt_cache_key: Name | None = setting("The same as `session_id`.", None)
     safety_identifier: Name | None = setting("The same as `user`.", None)
-    tools: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tools to call.", None)
-    tool_choice: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
-        "Which tool to call.", None
+    tools: Annotated[tuple[ToolSpec, ...], Tools(0, MAX_TOOLS)] | None = setting(
+        "Functions that the model may call, if its template knows tools.", None
     )
-    parallel_tool_calls: Annotated[Any, Off(_NO_TOOLS, (None, False, True))] = setting(
-        "Without meaning, as there are no tools.", None
+    tool_choice: Annotated[Any, WhichTools()] = setting(
+        '"auto", by default, leaves calls to the model; "none" keeps the tools from it. A list of '
+        'allowed tools narrows them. "required" and a named tool need an engine that is told what '
+        "to write, and are refused.",
+        None,
     )
-    functions: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Functions to call.", None)
-    function_call: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
+    parallel_tool_calls: bool | None = setting(
+        "Whether an answer may have several calls; if not, all but the first are left out.", None
+    )
+    functions: Annotated[Any, Off(_REPLACED, (None, []))] = setting("Functions to call.", None)
+    function_call: Annotated[Any, Off(_REPLACED, (None, "none", "auto"))] = setting(
         "Which function to call.", None
     )
     modalities: Annotated[Any, Off(_NO_AUDIO, (None, ["text"]))] = setting("Kinds of answer.", None)
@@ -274,6 +336,9 @@ class TokenizeRequest:
     add_generation_prompt: bool | None = setting("As in chat; true by default.", None)
     continue_final_message: bool | None = setting("As in chat.", None)
     chat_template_kwargs: dict[str, Any] | None = setting("As in chat.", None)
+    tools: Annotated[tuple[ToolSpec, ...], Tools(0, MAX_TOOLS)] | None = setting(
+        "As in chat.", None
+    )
     return_token_strs: bool | None = setting("Return each token's text as well.", None)
 
 

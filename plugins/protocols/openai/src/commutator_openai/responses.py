@@ -22,6 +22,7 @@ __all__ = [
     "Completion",
     "CompletionChoice",
     "CompletionLogprobs",
+    "CompletionTokensDetails",
     "DetokenizeResponse",
     "ErrorBody",
     "ErrorDetail",
@@ -65,6 +66,13 @@ class PromptTokensDetails:
 
 
 @frozen(slots=False)
+class CompletionTokensDetails:
+    """What the generated tokens were for."""
+
+    reasoning_tokens: int = setting("Tokens of reasoning, as far as it is read.")
+
+
+@frozen(slots=False)
 class Usage:
     """Tokens of one request, all answers together."""
 
@@ -72,6 +80,7 @@ class Usage:
     completion_tokens: int = setting("Tokens generated.")
     total_tokens: int = setting("Both together.")
     prompt_tokens_details: PromptTokensDetails = setting("Where the prompt's tokens came from.")
+    completion_tokens_details: CompletionTokensDetails = setting("What they were for.")
 
 
 @frozen(slots=False)
@@ -206,6 +215,7 @@ def usage_of(used: UsedTokens) -> Usage:
         used.completion_tokens,
         used.prompt_tokens + used.completion_tokens,
         PromptTokensDetails(used.cached_tokens),
+        CompletionTokensDetails(used.reasoning_tokens),
     )
 
 

@@ -12,9 +12,11 @@ from attrs import define, field
 
 from commutator import TokenLogprob
 from commutator.contract.answer import (
+    AnswerEvent,
     AnswerWriter,
     Batch,
     CallArguments,
+    CallEnd,
     CallStart,
     Content,
     Failure,
@@ -74,6 +76,7 @@ class _Call:
     id: str
     name: str
     arguments: list[str] = field(factory=list)
+    ended: bool = False
 
     def plain(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": "".join(self.arguments)}
@@ -92,6 +95,19 @@ class _WholeAnswer:
     finish_reason: FinishReason = "stop"
     size_bytes: int = 0
     """Of the JSON, about."""
+
+    def keep(self, one: AnswerEvent) -> None:
+        """Add reasoning, or a part of a call."""
+        if type(one) is ReasoningContent:
+            self.reasoning.append(one.text)
+            self.size_bytes += len(one.text)
+        elif type(one) is CallStart:
+            self.calls[one.call] = _Call(one.id, one.name)
+        elif type(one) is CallArguments:
+            self.calls[one.call].arguments.append(one.text)
+            self.size_bytes += len(one.text)
+        elif type(one) is CallEnd:
+            self.calls[one.call].ended = True
 
 
 def _filled(around: Any, lists: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
@@ -177,14 +193,8 @@ class _Writer(AnswerWriter):
                         answer.size_bytes += len(inside)
             elif type(one) is Finish:
                 answer.finish_reason = _FINISH[one.reason]
-            elif type(one) is ReasoningContent:
-                answer.reasoning.append(one.text)
-                answer.size_bytes += len(one.text)
-            elif type(one) is CallStart:
-                answer.calls[one.call] = _Call(one.id, one.name)
-            elif type(one) is CallArguments:
-                answer.calls[one.call].arguments.append(one.text)
-                answer.size_bytes += len(one.text)
+            else:
+                answer.keep(one)
 
     @property
     def kept_bytes(self) -> int:
@@ -301,12 +311,13 @@ class ChatWriter(_Writer):
     def around(self, number: int, answer: _WholeAnswer) -> ChatChoice:
         text = "".join(answer.texts)
         message: Any = AssistantMessage("assistant", text)
-        if answer.calls or answer.reasoning:
+        calls = [call.plain() for call in answer.calls.values() if call.ended]
+        if calls or answer.reasoning:
             message = {"role": "assistant", "content": text or None, "refusal": None}
             if answer.reasoning:
                 message["reasoning_content"] = "".join(answer.reasoning)
-            if answer.calls:
-                message["tool_calls"] = [call.plain() for call in answer.calls.values()]
+            if calls:
+                message["tool_calls"] = calls
         return ChatChoice(
             index=number,
             message=message,

@@ -1,0 +1,164 @@
+"""A conversation as chat templates take it: messages, calls and their results, and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commutator.contract.conversation import (
+    Conversation,
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from commutator.contract.parser import Parser
+from commutator.errors import RequestError
+from commutator.tokenizer.text_model import ChatTemplate
+
+__all__ = [
+    "NOT_SERVED",
+    "check_template",
+    "check_tools",
+    "messages_of",
+    "offered_tools",
+    "template_tools",
+]
+
+NOT_SERVED = "unsupported_parameter"
+"""The code of a RequestError for what is known, but not served here."""
+
+_REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the thoughts of an earlier turn."""
+
+
+def offered_tools(conversation: Conversation) -> Sequence[Tool]:
+    """The tools that the model is told of: none where it may call none."""
+    choice = conversation.tool_choice
+    return () if choice is not None and choice.mode == "none" else conversation.tools
+
+
+def check_template(conversation: Conversation, template: ChatTemplate | None) -> None:
+    """Raises RequestError for tools and calls that the model's template would leave out."""
+    if template is None or template.knows_tools:
+        return
+    param = "tools" if offered_tools(conversation) else "messages"
+    if param == "tools" or any(map(_is_of_tools, conversation.messages)):
+        raise RequestError(
+            f"{param}: the model's chat template does not write tools and their calls into the "
+            "prompt; give the model one that does, by `chat_template` in its `models` entry",
+            param,
+            NOT_SERVED,
+        )
+
+
+def _is_of_tools(message: Message) -> bool:
+    return not isinstance(message.content, str) and any(
+        isinstance(part, ToolCall | ToolResult) for part in message.content
+    )
+
+
+def check_tools(
+    conversation: Conversation, template: ChatTemplate | None, parser: Parser | None
+) -> None:
+    """Raises RequestError for tools that have to be called, or whose calls are not read."""
+    choice = conversation.tool_choice
+    if choice is not None and choice.mode in {"required", "named"}:
+        raise RequestError(
+            "tool_choice: no engine of this model is made to call a tool, which needs constraints; "
+            'use "auto"',
+            "tool_choice",
+            NOT_SERVED,
+        )
+    check_template(conversation, template)
+    if offered_tools(conversation) and (parser is None or not parser.reads_calls):
+        raise RequestError(
+            "tools: what this model writes is not searched for calls; name its family by "
+            "`tool_parser` in its `models` entry"
+            if parser is not None
+            else "tools: no parser of calls is installed here; pip install commutator-parsers",
+            "tools",
+            NOT_SERVED,
+        )
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as templates know them, which is OpenAI's way."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def messages_of(
+    messages: Sequence[Message], template: ChatTemplate | None
+) -> list[Mapping[str, Any]]:
+    """The messages as templates know them.
+
+    Raises RequestError for parts that are not served, and for results of calls that nobody made.
+    """
+    names: dict[str, str] = {}
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        content = message.content
+        if isinstance(content, str):
+            plain: dict[str, Any] = {"role": message.role, "content": content}
+            if message.name is not None:
+                plain["name"] = message.name
+            found.append(plain)
+        else:
+            found.append(_mapping(message, content, names, template))
+    return found
+
+
+def _mapping(
+    message: Message,
+    parts: Sequence[Part],
+    names: dict[str, str],
+    template: ChatTemplate | None,
+) -> dict[str, Any]:
+    """``names`` are those of the tools called so far, by the calls' ids."""
+    texts = [_text_of(part) for part in parts if isinstance(part, Text | Media)]
+    found: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if message.name is not None:
+        found["name"] = message.name
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Reasoning):
+            found |= dict.fromkeys(_REASONING_NAMES, part.text)
+        elif isinstance(part, ToolResult):
+            found["content"] = "\n".join(map(_text_of, part.parts))
+            found["tool_call_id"] = part.call_id
+            if part.call_id in names:
+                found.setdefault("name", names[part.call_id])
+        elif isinstance(part, ToolCall):
+            names[part.id] = part.name
+            arguments = (
+                part.arguments if template is None else template.history.arguments(part.arguments)
+            )
+            function = {"name": part.name, "arguments": arguments}
+            calls.append({"id": part.id, "type": "function", "function": function})
+    if calls:
+        found["tool_calls"] = calls
+        if not found["content"] and template is not None:
+            found["content"] = template.history.content
+    return found
+
+
+def _text_of(part: Text | Media) -> str:
+    if isinstance(part, Text):
+        return part.text
+    raise RequestError(
+        f"messages: {part.kind} is not served by these engines", "messages", NOT_SERVED
+    )
