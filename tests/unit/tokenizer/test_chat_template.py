@@ -59,7 +59,7 @@ def test_variables_cannot_replace_the_messages() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ messages[7].content }}",
         "{{ ''.__class__.__mro__ }}{{ x.y }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
     ],
 )
 def test_a_refusal_is_the_clients_error(source: str) -> None:
