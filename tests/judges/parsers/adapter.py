@@ -112,7 +112,7 @@ def result_of(events: Iterable[AnswerEvent]) -> ParseResult:
     return found.result()
 
 
-class Commutator(Adapter):
+class Commutator(Adapter):  # type: ignore[misc]
     """The judge's adapter."""
 
     name: ClassVar[str] = "commutator"

@@ -32,7 +32,15 @@ pytestmark = pytest.mark.long
 
 CASES = 40
 """Cases for each template."""
-ENDS = ("<EOS>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<seed:eos>", "[e~[")
+ENDS: tuple[str, ...] = (
+    "<EOS>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<seed:eos>",
+    "[e~[",
+)
 ENDS += (
     "<｜end▁of▁sentence｜>",
     "<end_of_sentence>",
@@ -73,7 +81,7 @@ UNKNOWN = {
     "meetkai-functionary-medium-v3.2": "its recipients are not read yet",
     "muse-glimmer": "its recipients are not read yet",
 }
-WORDS = (
+WORDS: tuple[str, ...] = (
     "the",
     "a",
     "Zürich",
@@ -99,7 +107,14 @@ WORDS += (
     "<b>",
     "</b>",
 )
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", "<function=x>", "</function>")
+MARKERS: tuple[str, ...] = (
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "[TOOL_CALLS]",
+    "<function=x>",
+    "</function>",
+)
 MARKERS += (
     "<parameter=path>",
     "</parameter>",

@@ -268,7 +268,11 @@ def test_a_special_token_is_no_marker_where_other_tokens_write_it() -> None:
 
 
 def test_special_tokens_are_markers_where_they_are_tokens() -> None:
-    names = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>")
+    names: tuple[str, ...] = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+    )
     names += ("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|other|>")
     parser = parser_of("kimi_k2", specials=names)
     events: list[AnswerEvent] = []
