@@ -333,3 +333,8 @@ def test_ids_are_as_templates_want_them() -> None:
         (start, *_) = parser_of(name).feed(text)
         assert isinstance(start, CallStart)
         assert re.fullmatch(form, start.id)
+
+
+def test_what_ends_the_thoughts_of_the_beginning_is_told() -> None:
+    assert parser_of("hermes", prompt_end="<think>\n").thinks_until == "</think>"
+    assert parser_of("hermes", prompt_end="assistant\n").thinks_until is None

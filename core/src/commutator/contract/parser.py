@@ -44,6 +44,10 @@ class AnswerParser(ABC):
     at most.
     """
 
+    thinks_until: str | None = None
+    """What ends the thoughts in which the answer begins; None: it begins otherwise. What an answer
+    must follow begins after it."""
+
     @abstractmethod
     def feed(self, text: str, tokens: Sequence[tuple[int, int]] = ()) -> Sequence[AnswerEvent]:
         """The events that ``text`` completes: ``Content``, ``ReasoningContent`` and calls.

@@ -68,7 +68,10 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     prompt = await target.prompts.encode(
         rendered, salt=salt, add_special_tokens=False, max_tokens=limit
     )
-    read = _answer_parser(target.parser, conversation, rendered)
+    read, thinks_until = _answer_parser(target.parser, conversation, rendered)
+    if asked.constraint is not None and thinks_until is not None:
+        after = tuple(target.text.encode(thinks_until, add_special_tokens=False))
+        asked = evolve(asked, constraint=evolve(asked.constraint, after=after))
     plan = _plan(asked, target, salt, [prompt], read)
     marked = _marked(conversation)
     if not marked:
@@ -102,10 +105,13 @@ async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Pl
 
 def _answer_parser(
     parser: Parser | None, conversation: Conversation, rendered: str
-) -> Callable[[], AnswerParser] | None:
-    """Makes what reads each answer; None where answers are nothing but text."""
+) -> tuple[Callable[[], AnswerParser] | None, str | None]:
+    """(what makes the reader of each answer, what ends the thoughts in which answers begin).
+
+    The former is None where answers are nothing but text.
+    """
     if parser is None:
-        return None
+        return None, None
     made: list[AnswerParser] = []
     end = rendered[-_PROMPT_END:]
 
@@ -116,9 +122,9 @@ def _answer_parser(
 
     first = parser.answer(conversation, end)
     if first is None:
-        return None
+        return None, None
     made.append(first)
-    return make
+    return make, first.thinks_until
 
 
 def _plan(

@@ -155,6 +155,8 @@ class ElementParser(EventParser):
     ) -> None:
         """``inside`` is the element that the prompt has opened."""
         self._inside = inside
+        if inside == "think":
+            self.thinks_until = f"{_CLOSE}think{_SEP}{_OPEN}response{_SEP}"
         super().__init__(specials)
         if conversation is not None and conversation.tools:
             self.calls = Calls(conversation, ids, self.events)

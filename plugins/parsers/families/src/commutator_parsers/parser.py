@@ -152,6 +152,8 @@ class FamilyParser(EventParser):
         self._grammar = grammar
         self._silent = silent
         self._begins_thinking = begins_thinking
+        if thinking is not None and begins_thinking is not None:
+            self.thinks_until = dict(thinking.pairs)[begins_thinking]
         self._spaced = grammar is None or grammar.spaced
         self._openers = () if grammar is None else grammar.openers
         self._line_openers = () if grammar is None else grammar.line_openers
