@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import anthropic
@@ -68,6 +69,26 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
         extra_body=GREEDY,
     )
     assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "Paris")
+
+
+def test_more_tokens_than_there_is_room_for_are_cut_and_a_format_is_followed(
+    client: anthropic.Anthropic,
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    with client.messages.stream(
+        model="m",
+        max_tokens=64_000,
+        messages=ASKED,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+        extra_body=GREEDY,
+    ) as stream:
+        said = stream.get_final_message()
+        assert int(stream.response.headers["X-Commutator-Max-Tokens"]) < 64_000
+    (block,) = said.content
+    assert block.type == "text"
+    assert isinstance(json.loads(block.text)["a"], int)
+    assert said.stop_reason == "end_turn"
 
 
 def test_errors_have_the_shape_and_the_class_that_clients_know(

@@ -102,7 +102,7 @@ async def test_an_old_worker_gets_what_it_knows_as_it_was() -> None:
         assert server.hellos == [["hello", 5, None]]
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", NEW.keys() - {"session"})
 async def test_what_an_old_worker_would_not_understand_is_not_sent(name: str) -> None:
     async with client_of_old() as (server, client):
         with pytest.raises(RequestError, match=f"{name}: the worker speaks version 5") as refused:
@@ -111,6 +111,12 @@ async def test_what_an_old_worker_would_not_understand_is_not_sent(name: str) ->
         assert server.requests == []
         await collect(client, PLAIN)
         assert len(server.requests) == 1, "the connection is as good as before"
+
+
+async def test_a_session_is_a_hint_that_an_old_worker_does_without() -> None:
+    async with client_of_old() as (server, client):
+        await collect(client, evolve(PLAIN, session=NEW["session"]))
+        assert len(server.requests) == 1
 
 
 async def test_nor_is_a_prompt_with_an_adapter() -> None:

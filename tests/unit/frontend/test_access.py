@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -201,3 +202,28 @@ async def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.pem"):
         async with front_door(FakeDispatcher(), tls=tls):
             pass
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({}, {}, None),
+        ({"X-Session-Id": "one"}, {}, "one"),
+        ({"x-session-affinity": "two"}, {}, "two"),
+        ({"x-session-id": "one"}, {"session_id": "three"}, "three"),
+        ({"x-session-id": "one"}, {"prompt_cache_key": "four"}, "four"),
+        ({"x-session-id": "s" * 300}, {}, "s" * 256),
+    ],
+)
+async def test_a_session_reaches_policies_and_engines_as_one(
+    headers: dict[str, str], body: dict[str, Any], session: str | None
+) -> None:
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        said = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **body}
+        url = f"{door.url}/v1/chat/completions"
+        async with door.session.post(url, json=said, headers=headers) as sent:
+            assert sent.status == 200
+        (request,) = dispatcher.requests
+        (caller,) = dispatcher.callers
+    assert (request.session, caller.session_id) == (session, session)

@@ -153,6 +153,18 @@ async def test_an_over_long_prompt_is_refused_with_both_lengths(chat: bool) -> N
     assert "context is 50 tokens and the prompt has" in error["message"]
     assert "the prompt has 40 and max_tokens asks for 11 more" in too_many["error"]["message"]
     assert (fits, full) == (200, 400)
+
+
+async def test_a_chat_that_asks_for_more_than_there_is_gets_what_there_is() -> None:
+    """Agents ask for 32,000 tokens or more, whatever the model."""
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        body = {"model": MODEL, **says("Hi"), "max_tokens": 10**6}
+        async with door.session.post(f"{door.url}/v1/chat/completions", json=body) as sent:
+            assert sent.status == 200
+            told = int(sent.headers["X-Commutator-Max-Tokens"])
+        (request,) = dispatcher.requests
+    assert request.sampling.max_tokens == told == TEXT.max_model_len - len(request.token_ids)
     assert len(dispatcher.requests) == 1
 
 

@@ -67,6 +67,10 @@ class DoorFacts:
 class MountedProtocol(ABC):
     """A protocol on one door of one front-door process."""
 
+    session_headers: Sequence[str] = ("x-session-id",)
+    """Headers, in lower case, in which its clients name their session where the request's body does
+    not; the first that is sent counts."""
+
     @abstractmethod
     def routes(self) -> Sequence[Route]:
         """What it answers."""

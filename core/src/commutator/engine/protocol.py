@@ -212,7 +212,8 @@ class _Prompt5:
 _SAME = tuple(
     name for name in _Request5.__annotations__ if name not in ("token_ids", "lora_name", "extra")
 )
-_NOT_IN_5 = ("adapter", "constraint", "media", "session", "options")
+_NOT_IN_5 = ("adapter", "constraint", "media", "options")
+"""What an answer would be wrong without; a session is a hint."""
 _FINISHES_NOT_IN_5 = (FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER)
 _decoder_5 = msgspec.msgpack.Decoder(tuple[_Request5, bytes])
 

@@ -17,7 +17,8 @@ from commutator.contract.answer import Failure
 from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Principal
-from commutator.contract.request import Caller
+from commutator.contract.protocol import MountedProtocol
+from commutator.contract.request import MAX_SESSION_CHARS, Caller
 from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.services import FrontendServices
@@ -50,6 +51,8 @@ class Call(ABC):
     number of ``write`` and ``end``.
     """
 
+    protocol: MountedProtocol | None = None
+    """Whose request it is; None on paths of no protocol."""
     principal: Principal = ANONYMOUS
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
     counts = False
@@ -192,8 +195,14 @@ class Call(ABC):
         return services.time_limits.of(min(timeout_s, longest_s))
 
     def caller(self, user: str | None = None, session_id: str | None = None) -> Caller:
-        """The sender, for routing policies and observers."""
+        """The sender, for routing policies and observers.
+
+        ``session_id`` is the body's; without one the headers of the protocol's clients name it.
+        """
         sent, principal = self.headers, self.principal
+        if session_id is None and self.protocol is not None:
+            named = (sent[name] for name in self.protocol.session_headers if name in sent)
+            session_id = next(named, "")[:MAX_SESSION_CHARS] or None
         headers = {name: sent[name][:_MAX_HEADER] for name in self.forwarded if name in sent}
         if principal is ANONYMOUS:
             return Caller(user=user, session_id=session_id, headers=headers)

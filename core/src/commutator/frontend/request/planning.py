@@ -160,6 +160,7 @@ def _plan(
                     cache_salt=salt,
                     priority=priority,
                     retention=retention,
+                    session=target.caller.session_id or None,
                     constraint=asked.constraint,
                     options=asked.engine_options,
                 )
@@ -327,6 +328,8 @@ def _max_tokens(asked: Generate, prompt_tokens: int, max_model_len: int) -> int:
         )
     if asked.max_tokens is None:
         return left if is_chat else min(left, _COMPLETION_MAX_TOKENS)
+    if asked.max_tokens > left and is_chat:
+        return left  # clients of agents always ask for more than there is; `answer` says so
     if asked.max_tokens > left:
         param = asked.param("max_tokens")
         raise RequestError(

@@ -19,6 +19,9 @@ _INLINE_BYTES = 1 << 20
 _INLINE_LOGPROBS = 32
 """Each takes some microseconds to encode, with 20 alternatives some tens."""
 
+MAX_TOKENS_HEADER = "X-Commutator-Max-Tokens"
+"""The longest answer that there was room for, where the client asked for a longer one."""
+
 MakeWriter = Callable[[Plan], AnswerWriter]
 
 
@@ -45,9 +48,12 @@ async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: Ti
             caller=sender,
         )
         plan = await make_plan(asked, target)
+        longest = plan.requests[0].sampling.max_tokens
+        if asked.max_tokens is not None and longest < asked.max_tokens:
+            call.answer_headers[MAX_TOKENS_HEADER] = str(longest)
         writer = make_writer(plan)
         if call.counts:
-            stated = None if _leaves_length_open(asked) else plan.requests[0].sampling.max_tokens
+            stated = None if _leaves_length_open(asked) else longest
             call.ticket = await services.request_limiter.admit(
                 call.principal, plan.prompt_tokens, len(plan.requests), stated
             )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Anthropic", "AnthropicConfig"]
 
 _VERSION = "anthropic-version"
-_SESSION = "x-claude-code-session-id"
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _encode = msgspec.json.encode
 
@@ -54,6 +53,8 @@ class Anthropic(Protocol[AnthropicConfig, "FrontendServices"]):
 
 
 class _Mounted(MountedProtocol):
+    session_headers = ("x-claude-code-session-id", "x-session-id")
+
     def __init__(self, config: AnthropicConfig) -> None:
         self._server_tools = config.server_tools
 
@@ -80,13 +81,17 @@ class _Mounted(MountedProtocol):
             async with limit:
                 asked = read_request(await read_object(call), server_tools=self._server_tools)
                 _name_ignored(call, asked.ignored)
-                generate = asked.generate
-                generate.session_id = call.headers.get(_SESSION) or generate.session_id
 
                 def writer(plan: Plan) -> MessageWriter:
-                    return MessageWriter(call.request_id, plan.model, plan.prompt_tokens)
+                    longest = plan.requests[0].sampling.max_tokens
+                    return MessageWriter(
+                        call.request_id,
+                        plan.model,
+                        plan.prompt_tokens,
+                        fills_context=longest < (asked.generate.max_tokens or 0),
+                    )
 
-                await answer(call, generate, writer, limit)
+                await answer(call, asked.generate, writer, limit)
 
         await traced("chat", call.headers, {"http.route": call.path}, serving())
 

@@ -57,10 +57,14 @@ def error_body(failure: Failure) -> dict[str, Any]:
 class MessageWriter(AnswerWriter):
     """Streams events block by block, or keeps the blocks for one message."""
 
-    def __init__(self, request_id: str, model: str, prompt_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, model: str, prompt_tokens: int, *, fills_context: bool = False
+    ) -> None:
+        """``fills_context``: the longest answer is what is left of the model's context."""
         self._id = f"msg_{request_id}"
         self._model = model
         self._prompt_tokens = prompt_tokens
+        self._fills_context = fills_context
         self._blocks = 0
         self._open: dict[str, Any] | None = None
         """The block whose pieces come now, as it will be in a whole answer."""
@@ -133,6 +137,8 @@ class MessageWriter(AnswerWriter):
             case Finish(reason=reason, stop=stop):
                 yield from self._close()
                 self._stop_reason = _STOP_REASONS[reason]
+                if reason == "length" and self._fills_context:
+                    self._stop_reason = "model_context_window_exceeded"
                 if reason == "stop" and isinstance(stop, str):
                     self._stop_reason, self._stop_sequence = "stop_sequence", stop
 

@@ -70,6 +70,8 @@ class OpenAi(Protocol[OpenAiConfig, "FrontendServices"]):
 
 
 class _Mounted(MountedProtocol):
+    session_headers = ("x-session-id", "x-session-affinity")
+
     def __init__(self, config: OpenAiConfig, services: FrontendServices, door: DoorFacts) -> None:
         self._config = config
         self._services = services
