@@ -69,7 +69,7 @@ def network_of(config: Config) -> Network | None:
         host=cluster.host.name or "",
         listen=cluster.host.listen,
         advertise=cluster.host.reachable_at,
-        tls=tls and TlsFiles(tls.ca_file, tls.cert_file, tls.key_file).absolute(),
+        tls=None if tls is None else TlsFiles(tls.ca_file, tls.cert_file, tls.key_file).absolute(),
     )
     try:
         certificates = certificates_of(network)
