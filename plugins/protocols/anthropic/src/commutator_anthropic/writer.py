@@ -133,7 +133,7 @@ class MessageWriter(AnswerWriter):
             case CallArguments(text=text):
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
-                yield from self._close()
+                yield from self._close(complete=True)
             case Finish(reason=reason, stop=stop):
                 yield from self._close()
                 self._stop_reason = _STOP_REASONS[reason]
@@ -160,7 +160,8 @@ class MessageWriter(AnswerWriter):
         delta = {"type": kind, name: text}
         return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self, *, complete: bool = False) -> Iterator[dict[str, Any]]:
+        """``complete``: of a call; one that is not is left out of the whole message."""
         if self._open is None:
             return
         block, text = self._open, "".join(self._pieces)
@@ -173,7 +174,8 @@ class MessageWriter(AnswerWriter):
                 yield {"type": "content_block_delta", "index": self._blocks, "delta": delta}
             case _:
                 block["text"] = text
-        self._kept.append(block)
+        if complete or block["type"] != "tool_use":
+            self._kept.append(block)
         self._open, self._pieces = None, []
         yield {"type": "content_block_stop", "index": self._blocks}
         self._blocks += 1
