@@ -40,6 +40,9 @@ TEMPLATE = """
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
+{%- if reasoning_effort == "low" %}
+Briefly.
+{%- endif %}
 {% endif %}
 """
 THOUGHT = "The user asks for the weather. <tool_call> is how I ask."
@@ -68,6 +71,7 @@ engines:
     model: m
     speedup: 10
     answers:
+      - {{when: "Briefly.", say: "Fine."}}
       - {{when: "<tool_response>", say: {json.dumps(SAID_THEN)}}}
       - {{when: get_weather, say: {json.dumps(SAID)}}}
       - {{say: "A <tool_call>{{}}</tool_call> is text."}}
@@ -210,3 +214,12 @@ def test_what_cannot_be_served_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="chat template does not write") as refused:
         client.chat.completions.create(model="plain", messages=QUESTION, tools=TOOLS)
     assert refused.value.param == "tools"
+
+
+def test_the_effort_of_reasoning_reaches_the_template(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response
+    answer = raw.create(model="m", messages=QUESTION, tools=TOOLS, reasoning_effort="low")
+    assert answer.parse().choices[0].message.content == "Fine."
+    assert "X-Commutator-Ignored" not in answer.headers
+    other = raw.create(model="plain", messages=QUESTION, reasoning_effort="low", max_tokens=4)
+    assert other.headers["X-Commutator-Ignored"] == "reasoning_effort"

@@ -119,7 +119,9 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.source = source
         """The template's text."""
-        self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+        self.reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        """The variables that it looks at."""
+        self.knows_tools = "tools" in self.reads
         """Whether it writes the tools of a request into the prompt."""
 
     @cached_property

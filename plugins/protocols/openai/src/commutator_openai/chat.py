@@ -104,7 +104,8 @@ class Generations:
                 if await self.pass_through.answered(call, refused):
                     return
                 raise
-            if given := hints_given(body):
+            given = _without_those_of_templates(call, body, hints_given(body))
+            if given:
                 if await self._passed_on(call, given):
                     return
                 call.answer_headers[IGNORED_HEADER] = ", ".join(given)
@@ -137,6 +138,19 @@ class Generations:
             if self.strict:
                 raise refused
         return False
+
+
+def _without_those_of_templates(
+    call: Call, body: GenerationRequest, given: Mapping[str, Hint]
+) -> Mapping[str, Hint]:
+    """The hints without the effort of reasoning, where the model's chat template looks at it."""
+    if "reasoning_effort" not in given:
+        return given
+    text = call.services.models.get(body.model)
+    template = None if text is None else text.chat_template
+    if template is None or "reasoning_effort" not in template.reads:
+        return given
+    return {name: hint for name, hint in given.items() if name != "reasoning_effort"}
 
 
 def _include_usage(body: GenerationRequest) -> bool:
@@ -250,8 +264,19 @@ def conversation_of(body: ChatRequest | TokenizeRequest) -> Conversation:
         tool_choice=choice,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
+        variables=_variables(body),
     )
+
+
+def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
+    """Those of the template, the effort of reasoning among them; "none" is not to think."""
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    if not isinstance(effort, str):
+        return body.chat_template_kwargs
+    found: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        found |= {"enable_thinking": False, "thinking": False}
+    return {**found, **(body.chat_template_kwargs or {})}
 
 
 def _tools(body: ChatRequest | TokenizeRequest) -> list[Tool]:

@@ -303,7 +303,11 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[
         Any,
         Hint("the effort cannot be steered here", (None, "none"), for_engines=True),
-    ] = setting("For engines that know it; others ignore it. Try `chat_template_kwargs`.", None)
+    ] = setting(
+        "A variable of the model's chat template, and for engines that know it; otherwise it is "
+        'ignored. "none": not to think, where the template can say so.',
+        None,
+    )
     verbosity: Annotated[
         Any, Hint("the length cannot be steered here", (None, "medium"), for_engines=True)
     ] = setting("For engines that know it; others ignore it.", None)
