@@ -136,7 +136,7 @@ class ChatTemplate:
                 text = self.render([asked, called], add_generation_prompt=False)
             except RequestError:
                 continue
-            wrong = ("None", "{'a_key'", '\\"a_key')
+            wrong = ["{'a_key'", '\\"a_key', *(["None"] if style.content is None else [])]
             if "a_tool" in text and "a_value" in text and not any(one in text for one in wrong):
                 return style
         return _HISTORIES[0]

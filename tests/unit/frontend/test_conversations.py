@@ -1,0 +1,120 @@
+"""Conversations as templates take them, and what of tools is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commutator.contract.conversation import (
+    Conversation,
+    Media,
+    Message,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from commutator.contract.parser import AnswerParser, Parser
+from commutator.errors import RequestError
+from commutator.frontend.request.conversation import check_tools, messages_of, template_tools
+from commutator.tokenizer.text_model import ChatTemplate
+
+OBJECTS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if tools %}{{ tools }}{% endif %}"
+)
+TEXTS = OBJECTS.replace(" | tojson", " + ''")
+NOTHING = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CALLED = Message(role="assistant", content=[ToolCall(id="1", name="add", arguments='{"a": "é"}')])
+ANSWERED = Message(role="tool", content=[ToolResult(call_id="1", parts=[Text("4"), Text("2")])])
+USER = Message(role="user", content="Hi")
+TOOLS = [Tool(name="add")]
+
+
+class Reading(Parser):
+    """A parser that reads calls, or none."""
+
+    def __init__(self, reads_calls: bool) -> None:
+        self.reads_calls = reads_calls
+
+    def answer(self, conversation: Conversation | None, prompt_end: str) -> AnswerParser | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"), [(OBJECTS, {"a": "é"}), (TEXTS, '{"a": "é"}')], ids=["object", "text"]
+)
+def test_arguments_are_what_the_template_wants(source: str, arguments: Any) -> None:
+    template = ChatTemplate(source, {})
+    (message,) = messages_of([CALLED], template)
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": arguments}
+    assert 'add{"a": "é"}' in template.render([message])
+
+
+def test_a_template_that_asks_whether_there_is_text_gets_none() -> None:
+    source = OBJECTS.replace("{{ m.content }}", "{{ m.content if m.content is not none }}")
+    calls = "(m.tool_calls if m.content is none else [])"
+    source = source.replace("m.tool_calls or []", calls)
+    (message,) = messages_of([CALLED], ChatTemplate(source, {}))
+    assert message["content"] is None
+
+
+def test_results_have_the_names_of_their_calls() -> None:
+    _, message = messages_of([CALLED, ANSWERED], None)
+    assert message == {"role": "tool", "content": "4\n2", "tool_call_id": "1", "name": "add"}
+
+
+def test_thoughts_have_all_the_names_that_templates_know() -> None:
+    thinking = Message(role="assistant", content=[Reasoning("hm"), Text("Yes")])
+    (message,) = messages_of([thinking], None)
+    assert message["content"] == "Yes"
+    assert {message[name] for name in ("reasoning", "reasoning_content", "thinking")} == {"hm"}
+
+
+def test_pictures_are_refused() -> None:
+    with pytest.raises(RequestError, match="image is not served"):
+        messages_of([Message(role="user", content=[Media(kind="image")])], None)
+
+
+def test_a_tool_without_parameters_takes_an_empty_object() -> None:
+    (tool,) = template_tools(TOOLS)
+    assert tool["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("source", "reads", "choice", "param", "words"),
+    [
+        (OBJECTS, True, ToolChoice(mode="required"), "tool_choice", "constraints"),
+        (OBJECTS, True, ToolChoice(mode="named", name="add"), "tool_choice", "constraints"),
+        (NOTHING, True, None, "tools", "chat_template"),
+        (OBJECTS, False, None, "tools", "tool_parser"),
+        (OBJECTS, None, None, "tools", "pip install commutator-parsers"),
+    ],
+)
+def test_what_is_refused(
+    source: str, reads: bool | None, choice: ToolChoice | None, param: str, words: str
+) -> None:
+    conversation = Conversation(messages=[USER], tools=TOOLS, tool_choice=choice)
+    parser = None if reads is None else Reading(reads)
+    with pytest.raises(RequestError, match=words) as refused:
+        check_tools(conversation, ChatTemplate(source, {}), parser)
+    assert refused.value.param == param
+
+
+def test_a_history_with_calls_needs_a_template_that_knows_them() -> None:
+    conversation = Conversation(messages=[USER, CALLED, ANSWERED])
+    with pytest.raises(RequestError, match="does not write tools") as refused:
+        check_tools(conversation, ChatTemplate(NOTHING, {}), None)
+    assert refused.value.param == "messages"
+    check_tools(conversation, ChatTemplate(OBJECTS, {}), None)
+
+
+def test_no_parser_is_needed_where_no_tool_may_be_called() -> None:
+    none = ToolChoice(mode="none")
+    conversation = Conversation(messages=[USER], tools=TOOLS, tool_choice=none)
+    check_tools(conversation, ChatTemplate(NOTHING, {}), None)
