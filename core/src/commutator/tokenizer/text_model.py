@@ -52,7 +52,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """The inherited answer, without its four slow isinstance checks for loop variables."""
         if isinstance(obj, LoopContext):
             return not attr.startswith("_")
-        if attr == "append" and type(obj) is list:  # as some templates sort messages
+        if type(obj) is list and attr in {"append", "pop"}:  # as some templates sort messages
             return True
         return super().is_safe_attribute(obj, attr, value)
 
