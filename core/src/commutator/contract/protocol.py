@@ -30,7 +30,7 @@ class Route:
     """One request that clients can make."""
 
     method: str
-    """"GET" or "POST"."""
+    """"GET", "POST" or "DELETE"."""
     path: str
     """Such as "/v1/models/{id:.+}": names in braces, with a regular expression after a colon."""
     handle: Callable[[Any], Awaitable[None]]
@@ -40,6 +40,9 @@ class Route:
     is_mine: Callable[[Mapping[str, str]], bool] | None = None
     """Tells callers of this protocol by their headers where several protocols share the route; of
     those, one may leave it None, and gets everybody else."""
+    yields: bool = False
+    """Whether another protocol of the door that has the same route answers it instead: for what a
+    protocol only hands on."""
 
 
 @frozen(kw_only=True)

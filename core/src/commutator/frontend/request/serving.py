@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
@@ -25,11 +25,24 @@ MAX_TOKENS_HEADER = "X-Commutator-Max-Tokens"
 MakeWriter = Callable[[Plan], AnswerWriter]
 
 
-async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: TimeLimit) -> None:
+async def _nothing() -> None:
+    """Most protocols keep no answers."""
+
+
+async def answer(
+    call: Call,
+    asked: Generate,
+    make_writer: MakeWriter,
+    limit: TimeLimit,
+    *,
+    written: Callable[[], Awaitable[None]] = _nothing,
+) -> None:
     """Limit, preprocess, route, generate, write and account ``asked``.
 
-    ``limit`` is entered already: reading the request counts, too. Raises RequestError and what
-    dispatching raises; once the answer has begun, the door ends it with the writer's
+    ``limit`` is entered already: reading the request counts, too. ``written`` is awaited once the
+    writer has made all of the answer, and before the client has its end: who keeps answers has
+    kept this one by the client's next request. Raises RequestError, what dispatching and
+    ``written`` raise; once the answer has begun, the door ends it with the writer's
     ``stream_failed``.
     """
     services = call.services
@@ -68,7 +81,7 @@ async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: Ti
             try:
                 if asked.stream:
                     call.generating = True
-                    await _stream(call, generation, writer)
+                    await _stream(call, generation, writer, written)
                     return
                 parts = await _collect(generation, writer, services.work)
             finally:
@@ -76,6 +89,7 @@ async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: Ti
                 if not call.begun:
                     _note_routing(call, generation)
                 _account(call, generation)
+        await written()
         await call.reply(parts, writer.whole_type)
 
 
@@ -110,7 +124,12 @@ async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool)
     return await work.run_in_steps(encoded(), refusable=False)
 
 
-async def _stream(call: Call, generation: Generation, writer: AnswerWriter) -> None:
+async def _stream(
+    call: Call,
+    generation: Generation,
+    writer: AnswerWriter,
+    written: Callable[[], Awaitable[None]],
+) -> None:
     unfinished, noted, work = len(generation.choices), False, call.services.work
     async for batch in generation.batches():
         if not noted:
@@ -125,7 +144,9 @@ async def _stream(call: Call, generation: Generation, writer: AnswerWriter) -> N
         else:
             data = writer.stream(batch)
         if not unfinished:
-            await call.end(data + writer.stream_end(generation.usage()))
+            data += writer.stream_end(generation.usage())
+            await written()
+            await call.end(data)
         elif data:
             await call.write(data)
 

@@ -187,6 +187,7 @@ def _shared(
     method: str, path: str, routes: Sequence[tuple[Route, MountedProtocol]]
 ) -> MountedRoute:
     """A path that one protocol has, or several that tell their callers apart."""
+    routes = [one for one in routes if not one[0].yields] or routes
     others = [(route, protocol) for route, protocol in routes if route.is_mine is None]
     if len(others) > 1:
         names = " and ".join(sorted({type(protocol).__module__ for _, protocol in others}))

@@ -115,7 +115,7 @@ class _Mounted(MountedProtocol):
         }
         for method, handlers in (("POST", posts), ("GET", gets)):
             for path, handle in handlers.items():
-                yield Route(method=method, path=path, handle=handle)
+                yield Route(method=method, path=path, handle=handle, yields=path in ENDPOINTS)
 
     async def _openapi(self, call: Call) -> None:
         await call.reply([self._document(*self._services.models_for(call.principal))])

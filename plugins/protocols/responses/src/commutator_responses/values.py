@@ -1,0 +1,107 @@
+"""Takes values out of JSON that clients sent; what is wrong is refused with its path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from commutator.errors import RequestError
+
+__all__ = [
+    "NOT_SERVED",
+    "given",
+    "integer",
+    "not_served",
+    "number",
+    "object_at",
+    "optional",
+    "required",
+    "shown",
+    "wrong",
+]
+
+NOT_SERVED = "unsupported_parameter"
+"""The code of errors about what is known, but not served."""
+_MAX_INT = 2**63 - 1
+_SHOWN_CHARACTERS = 60
+
+KindT = TypeVar("KindT")
+
+
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, which ask for nothing."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def optional(
+    values: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
+) -> KindT | None:
+    """The value of ``name``; None where it is absent or null. Raises RequestError."""
+    value = values.get(name)
+    if value is not None and (not isinstance(value, kind) or (kind is int and value is True)):
+        raise wrong(_at(path, name), f"expected {expected}, got {shown(value)}")
+    return value
+
+
+def required(
+    values: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
+) -> KindT:
+    """The value of ``name``. Raises RequestError, also where it is absent or null."""
+    value = optional(values, name, kind, expected, path)
+    if value is None:
+        where = _at(path, name)
+        raise RequestError(f"{where}: required, {expected}", where, "missing_required_parameter")
+    return value
+
+
+def number(values: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    """A number from ``low`` to ``high``. Raises RequestError."""
+    value = values.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise wrong(name, f"expected a number from {low:g} to {high:g}, got {shown(value)}")
+    return float(value)
+
+
+def integer(
+    values: Mapping[str, Any], name: str, low: int = -_MAX_INT, high: int = _MAX_INT
+) -> int | None:
+    """A whole number from ``low`` to ``high``. Raises RequestError."""
+    value = values.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:  # True is an int, too
+        limits = f" of at least {low}" if high == _MAX_INT and low > -_MAX_INT else ""
+        limits = f" from {low} to {high}" if high < _MAX_INT else limits
+        raise wrong(name, f"expected an integer{limits}, got {shown(value)}")
+    return value
+
+
+def object_at(value: Any, path: str) -> dict[str, Any]:
+    """``value`` as an object. Raises RequestError."""
+    if not isinstance(value, dict):
+        raise wrong(path, f"expected an object, got {shown(value)}")
+    return value
+
+
+def wrong(path: str, text: str) -> RequestError:
+    """A value that is not as the API has it."""
+    return RequestError(f"{path}: {text}", path, "invalid_value")
+
+
+def not_served(path: str, text: str) -> RequestError:
+    """What the API has, and this server has not."""
+    return RequestError(f"{path}: {text}", path, NOT_SERVED)
+
+
+def shown(value: Any) -> str:
+    """``value`` as JSON, cut to what fits into a line."""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
