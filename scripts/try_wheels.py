@@ -53,6 +53,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "records": "observers: [{kind: audit, path: audit.jsonl}]",
     "reference": "",
     "replay": ("replay", "--help"),
+    "responses": "frontend: {protocols: [{kind: responses}]}",
     "round-robin": "router: {kind: round_robin}",
     "s3": "tiers: [{kind: s3}]",
     "scaffold": ("init", "--yes", "--force"),

@@ -1,4 +1,4 @@
-"""The protocol `responses`, by the conformance suite, OpenAI's types and those of Open Responses."""
+"""The protocol `responses`, by the conformance suite and the types of OpenAI and Open Responses."""
 
 from __future__ import annotations
 

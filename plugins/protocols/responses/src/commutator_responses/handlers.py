@@ -29,9 +29,6 @@ from commutator_responses.writer import ResponseWriter
 __all__ = ["Handlers"]
 
 _IGNORED_HEADER = "X-Commutator-Ignored"
-_SESSIONS = ("session-id", "thread-id")
-"""Headers of Codex."""
-_MAX_NAME = 256
 _MAX_LISTED = 100
 _LISTED = 20
 _encode = msgspec.json.encode
@@ -231,12 +228,15 @@ def _items_of(turns: Sequence[Stored]) -> list[Item]:
 
 
 def _join_session(call: Call, asked: Asked, turn: _Turn, key: str) -> None:
-    """The session by which routing knows the conversation; one that is kept has one anyway."""
-    named = next((call.headers[name] for name in _SESSIONS if call.headers.get(name)), None)
+    """The session by which routing knows the conversation; one that is kept has one anyway.
+
+    The body's comes first, then that of the client's headers.
+    """
+    generate = asked.generate
+    named = generate.session_id or call.caller().session_id
     kept = None if turn.previous is None else turn.previous.session
     own = f"resp_{key}" if asked.stores else None
-    generate = asked.generate
-    generate.session_id = (named or "")[:_MAX_NAME] or generate.session_id or kept or own
+    generate.session_id = named or kept or own
 
 
 def _page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:

@@ -83,6 +83,8 @@ class Responses(Protocol[ResponsesConfig, "FrontendServices"]):
 
 
 class _Mounted(MountedProtocol):
+    session_headers = ("session-id", "thread-id", "x-session-id")  # Codex's, and what others send
+
     def __init__(self, config: ResponsesConfig) -> None:
         self._config = config
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from attrs import define, field
 
 from commutator.contract.conversation import Conversation, Generate, Message
+from commutator.contract.request import Constraint
 from commutator_responses.items import Item, messages_of
 from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
 from commutator_responses.values import given as without_nulls
@@ -32,9 +34,10 @@ _MAX_NAME = 256
 _MAX_METADATA = 16
 _MAX_METADATA_CHARACTERS = 512
 _MAX_STOPS = 16
+_MAX_SCHEMA = 1 << 20
 _MAX_LOGPROBS = 20
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = frozenset({_LOGPROBS})
+_INCLUDED = (_LOGPROBS,)
 
 _OF_CONVERSATION = frozenset({
     *("input", "instructions", "model", "parallel_tool_calls", "previous_response_id"),
@@ -110,7 +113,12 @@ def read_request(
         session_id=_label(given, "prompt_cache_key"),
         priority=integer(given, "priority"),
         cache_salt=_label(given, "cache_salt"),
-        params={"max_tokens": "max_output_tokens", "messages": "input"},
+        constraint=_constraint(given),
+        params={
+            "constraint": "text.format",
+            "max_tokens": "max_output_tokens",
+            "messages": "input",
+        },
     )
     if generate.top_p == 0:  # the likeliest token alone
         generate.top_p, generate.top_k = None, 1
@@ -138,7 +146,9 @@ def read_conversation(
     ignored = [*toolbox.ignored]
     instructions = optional(given, "instructions", str, "a string")
     truncation = given.get("truncation", "disabled")
-    if truncation not in ("auto", "disabled"):
+    if truncation == "auto":
+        raise not_served("truncation", 'nothing is left out of a conversation; send "disabled"')
+    if truncation != "disabled":
         raise wrong("truncation", f'expected "auto" or "disabled", got {shown(truncation)}')
     messages = messages_of(items, server_tools, ignored, earlier)
     if not messages:
@@ -205,16 +215,27 @@ def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[st
     text = optional(given, "text", dict, "an object") or {}
     if text.get("verbosity") not in (None, "medium"):
         ignored.append("text.verbosity")
+    return variables
+
+
+def _constraint(given: Mapping[str, Any]) -> Constraint | None:
+    """What `text.format` says of the answer's text."""
+    text = optional(given, "text", dict, "an object") or {}
     form = optional(text, "format", dict, "an object", "text") or {"type": "text"}
     match form.get("type"):
         case "text":
-            pass
-        case "json_object" | "json_schema":
-            raise not_served("text.format", "no engine of this model can follow a schema")
+            return None
+        case "json_object":
+            return Constraint(kind="json_object")
+        case "json_schema":
+            schema = required(form, "schema", dict, "a JSON Schema, an object", "text.format")
+            value = msgspec.json.encode(schema).decode()
+            if len(value) > _MAX_SCHEMA:
+                raise wrong("text.format.schema", f"expected at most {_MAX_SCHEMA} characters")
+            return Constraint(kind="json_schema", value=value)
         case other:
             known = '"text", "json_object" or "json_schema"'
             raise wrong("text.format.type", f"expected {known}, got {shown(other)}")
-    return variables
 
 
 def _echo(given: Mapping[str, Any], toolbox: Toolbox, user: str | None) -> dict[str, Any]:

@@ -126,10 +126,8 @@ def read_toolbox(given: Mapping[str, Any], server_tools: ServerTools) -> Toolbox
     ignored = ["tools"] if left_out else []
     parallel = optional(given, "parallel_tool_calls", bool, "true or false") is not False
     wanted, choice, shown_choice = _choice(given.get("tool_choice"), names, left_out, parallel)
-    if choice is None and left_out and given.get("tool_choice") is not None:
+    if choice is None and left_out and given.get("tool_choice") not in (None, "auto", "none"):
         ignored.append("tool_choice")
-    if choice is not None and choice.mode == "none":
-        wanted = []
     if choice is None and not parallel:
         choice = ToolChoice(parallel=False)
     return Toolbox(

