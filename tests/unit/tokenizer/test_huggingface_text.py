@@ -53,10 +53,14 @@ def test_a_template_file_comes_before_the_configuration(directory: Path) -> None
     assert load_text_model(directory).render_chat([]) == "from the file"
 
 
-def test_of_several_templates_the_default_one(directory: Path) -> None:
+def test_of_several_templates_the_default_one_or_that_of_tools(directory: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     write(directory, "tokenizer_config", chat_template=named)
-    assert load_text_model(directory).render_chat([]) == "d"
+    model = load_text_model(directory)
+    assert model.render_chat([]) == "d"
+    assert model.render_chat([], variables={"tools": [{}]}) == "t"
+    assert model.chat_template is not None
+    assert model.chat_template.knows_tools
 
 
 def test_truncation_in_the_file_does_not_shorten_prompts(directory: Path) -> None:

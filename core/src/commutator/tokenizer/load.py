@@ -227,5 +227,7 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
         by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default")
+        template, with_tools = by_name.get("default"), by_name.get("tool_use")
+        if template is not None and with_tools is not None:
+            template = f"{{% if tools %}}{with_tools}{{% else %}}{template}{{% endif %}}"
     return template
