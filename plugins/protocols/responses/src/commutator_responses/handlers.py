@@ -23,6 +23,7 @@ from commutator_responses.items import Item, input_items, with_ids
 from commutator_responses.reading import Asked, read_conversation, read_request
 from commutator_responses.store import ResponseStore, Stored
 from commutator_responses.tools import ServerTools
+from commutator_responses.truncation import fitted, prompt_limit
 from commutator_responses.values import not_served, optional, shown, wrong
 from commutator_responses.writer import ResponseWriter
 
@@ -72,6 +73,8 @@ class Handlers:
             asked = read_request(
                 body, turn.items, server_tools=self.server_tools, earlier=turn.earlier
             )
+            if body.get("truncation") == "auto":
+                await _truncate(call, asked)
             _name_ignored(call, asked.ignored)
             key = self.key()
             _join_session(call, asked, turn, key)
@@ -237,6 +240,19 @@ def _join_session(call: Call, asked: Asked, turn: _Turn, key: str) -> None:
     kept = None if turn.previous is None else turn.previous.session
     own = f"resp_{key}" if asked.stores else None
     generate.session_id = named or kept or own
+
+
+async def _truncate(call: Call, asked: Asked) -> None:
+    """Leave out the oldest turns, and say so, where the conversation is too long."""
+    services, generate, before = call.services, asked.generate, asked.generate.conversation
+    assert before is not None
+    async with services.limiter.of(call.caller()):
+        name, _ = services.text_model(generate.model, call.principal)
+        limit = prompt_limit(services.max_model_len(name, call.principal), generate.max_tokens)
+        salt = salted(call.principal, generate.cache_salt)
+        generate.conversation = await fitted(services.preprocessors[name], before, salt, limit)
+    if generate.conversation is not before:
+        asked.ignored.append("input")
 
 
 def _page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:

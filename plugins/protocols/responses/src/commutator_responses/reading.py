@@ -146,9 +146,7 @@ def read_conversation(
     ignored = [*toolbox.ignored]
     instructions = optional(given, "instructions", str, "a string")
     truncation = given.get("truncation", "disabled")
-    if truncation == "auto":
-        raise not_served("truncation", 'nothing is left out of a conversation; send "disabled"')
-    if truncation != "disabled":
+    if truncation not in ("auto", "disabled"):
         raise wrong("truncation", f'expected "auto" or "disabled", got {shown(truncation)}')
     messages = messages_of(items, server_tools, ignored, earlier)
     if not messages:
