@@ -15,6 +15,7 @@ from tests.support.front_door import TEXT, FakeDispatcher, make_services
 
 from commutator.contract.answer import (
     AnswerWriter,
+    Batch,
     CallArguments,
     CallEnd,
     CallStart,
@@ -140,7 +141,7 @@ def _read(response: dict[str, Any]) -> dict[str, object]:
         "content": "".join(_text(one) for one in items if one["type"] == "message"),
         "reasoning": "".join(_text(one) for one in items if one["type"] == "reasoning"),
         "calls": calls,
-        "finish": _REASONS.get(reason) or ("tool_calls" if calls else "stop"),
+        "finish": _REASONS.get(reason or "") or ("tool_calls" if calls else "stop"),
     }
 
 
@@ -170,7 +171,7 @@ def test_what_is_cut_is_incomplete() -> None:
 
 def test_calls_have_the_names_that_the_client_gave() -> None:
     writer = make_writer(tools=TOOLS)
-    recorded = [
+    recorded: Batch = [
         (0, CallStart(0, "a", "files__read")),
         (0, CallArguments(0, "{}")),
         (0, CallEnd(0)),
@@ -192,7 +193,7 @@ def test_calls_have_the_names_that_the_client_gave() -> None:
 def test_log_probabilities_are_in_the_pieces_and_in_the_whole() -> None:
     writer = make_writer(logprobs=True, top_logprobs=1)
     entry = TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5),))
-    recorded = [(0, Content("a", ((0, entry),))), (0, Content("b")), (0, Finish("stop"))]
+    recorded: Batch = [(0, Content("a", ((0, entry),))), (0, Content("b")), (0, Finish("stop"))]
     events = events_of(writer.stream(recorded) + writer.stream_end(USAGE))
     deltas = [event["logprobs"] for event in events if event["type"].endswith("text.delta")]
     assert [len(one) for one in deltas] == [1, 0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from attrs import field, frozen
+from attrs import frozen
 
 from commutator.contract.answer import Failure
 from commutator.frontend import (
@@ -58,8 +58,6 @@ class Handlers:
 
     store: ResponseStore | None
     server_tools: ServerTools
-    key: Any = field(factory=lambda: lambda: secrets.token_hex(16))
-    """Makes what the ids of a response have in common."""
 
     async def create(self, call: Call) -> None:
         """POST /v1/responses."""
@@ -76,7 +74,7 @@ class Handlers:
             if body.get("truncation") == "auto":
                 await _truncate(call, asked)
             _name_ignored(call, asked.ignored)
-            key = self.key()
+            key = secrets.token_hex(16)
             _join_session(call, asked, turn, key)
             keeps = asked.stores and self.store is not None
             kept_input = _encode(with_ids(turn.new, key)) if keeps else b""

@@ -20,11 +20,11 @@ from commutator_responses.values import (
 )
 
 __all__ = [
-    "CustomInput",
     "ServerTools",
     "ToolName",
     "Toolbox",
     "custom_arguments",
+    "custom_input",
     "model_name",
     "read_toolbox",
 ]
@@ -82,18 +82,17 @@ def custom_arguments(text: str) -> str:
     return msgspec.json.encode({"input": text}).decode()
 
 
-class CustomInput:
-    """The input of a custom tool's call, out of the arguments that the model wrote."""
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool's call, out of the arguments that the model wrote.
 
-    @staticmethod
-    def of(arguments: str) -> str:
-        """What is not as the tool's schema has it is the input as it stands."""
-        try:
-            found = msgspec.json.decode(arguments)
-        except msgspec.DecodeError:
-            return arguments
-        text = found.get("input") if isinstance(found, dict) else None
-        return text if isinstance(text, str) else arguments
+    What is not as the tool's schema has it is the input as it stands.
+    """
+    try:
+        found = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    text = found.get("input") if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def read_toolbox(given: Mapping[str, Any], server_tools: ServerTools) -> Toolbox:
@@ -132,9 +131,7 @@ def read_toolbox(given: Mapping[str, Any], server_tools: ServerTools) -> Toolbox
         choice = ToolChoice(parallel=False)
     return Toolbox(
         tools=tuple(tool for tool in tools if wanted is None or tool.name in wanted),
-        choice=choice
-        if choice is not None or not tools or parallel
-        else ToolChoice(parallel=False),
+        choice=choice,
         names=names,
         shown=shown_tools,
         shown_choice=shown_choice,

@@ -24,7 +24,7 @@ from commutator.contract.answer import (
 )
 from commutator.contract.request import TokenLogprob
 from commutator.frontend import Plan
-from commutator_responses.tools import CustomInput, Toolbox
+from commutator_responses.tools import Toolbox, custom_input
 
 __all__ = ["ResponseWriter", "error_body"]
 
@@ -246,7 +246,7 @@ class ResponseWriter(AnswerWriter):
                 yield self._of_part("content_part.done", part=part)
                 item["content"] = [part]
             case "custom_tool_call":
-                item["input"] = CustomInput.of(text)
+                item["input"] = custom_input(text)
                 name = "custom_tool_call_input"
                 yield self._of_item(f"{name}.delta", delta=item["input"])
                 yield self._of_item(f"{name}.done", input=item["input"])
