@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.front_door import FakeDispatcher, frontend_config, make_services
 
+from commutator.contract.answer import Failure
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import ConfigError
 from commutator_responses.protocol import Responses, ResponsesConfig, StoreConfig
@@ -174,6 +177,16 @@ async def test_a_file_is_shared_and_outlives_who_wrote_it(tmp_path: Path, clock:
     assert await names(SqliteStore(file, MAX_BYTES, TTL_S, clock), "a", "0") == ["0"]
     modes = {found.stat().st_mode & 0o777 for found in tmp_path.iterdir()}  # noqa: ASYNC240 - quick
     assert modes == {0o600}
+
+
+async def test_a_file_that_fails_is_said_to(tmp_path: Path, clock: Clock) -> None:
+    file = tmp_path / "responses.db"
+    store = SqliteStore(file, MAX_BYTES, TTL_S, clock)
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("DROP TABLE bodies")
+    with pytest.raises(Failure, match="cannot be read or written now") as caught:
+        await store.put(stored("1"))
+    assert caught.value.status == 503
 
 
 def test_what_options_need() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from commutator_responses.values import not_served, optional, shown, wrong
 from commutator_responses.writer import ResponseWriter
 
 __all__ = ["Handlers"]
+
+log = logging.getLogger(__name__)
 
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100
@@ -98,7 +101,10 @@ class Handlers:
                         input=kept_input,
                         response=made[0].final,
                     )
-                    await self.store.put(stored)
+                    try:
+                        await self.store.put(stored)
+                    except Failure:  # it has logged why; the answer itself is good
+                        log.warning("request %s: its response is not kept", call.request_id)
 
             await answer(call, asked.generate, writer, limit, written=written)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 import time
@@ -12,9 +13,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
+from commutator.contract.answer import Failure
 from commutator_responses.store import ResponseStore, Stored
 
 __all__ = ["SqliteStore"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -106,13 +110,20 @@ class SqliteStore(ResponseStore):
                 oldest = self._clock() - self._ttl_s
                 connection.execute("DELETE FROM responses WHERE used <= ?", (oldest,))
                 result = work(connection)
+                connection.execute("COMMIT")
             except BaseException:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
                 raise
-            connection.execute("COMMIT")
             return result
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+        except sqlite3.Error as error:
+            log.warning("%s: %s", self._path, error)
+            text = "what is kept of responses cannot be read or written now; try again, or send "
+            text += "store: false without previous_response_id"
+            raise Failure(503, text, "store_unavailable") from error
 
     def _put(self, connection: sqlite3.Connection, stored: Stored) -> None:
         self._delete(connection, stored.owner, stored.id)

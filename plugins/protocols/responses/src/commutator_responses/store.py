@@ -35,7 +35,10 @@ class Stored:
 
 
 class ResponseStore(ABC):
-    """Where responses are kept. Used from one event loop."""
+    """Where responses are kept. Used from one event loop.
+
+    Its methods raise ``Failure`` with status 503 when they cannot do it now.
+    """
 
     max_bytes: int
     """The most that all responses together take; one that is larger is not kept."""

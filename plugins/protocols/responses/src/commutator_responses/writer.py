@@ -100,6 +100,8 @@ class ResponseWriter(AnswerWriter):
         }
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: _Open | None = None
+        self._text_delta = b""
+        """How an event about more text of the message that is open begins."""
         self._kept_bytes = 0
         self._sequence = 0
         self._begun = False
@@ -108,10 +110,20 @@ class ResponseWriter(AnswerWriter):
     # ------------------------------------------------------------------- streamed
 
     def stream(self, batch: Batch) -> bytes:
-        begin = b"" if self._begun else self._begin()
-        return begin + b"".join(
-            self._event(said) for _, event in batch for said in self._said(event)
-        )
+        sent = [] if self._begun else [self._begin()]
+        for _, event in batch:
+            if type(event) is Content and event.text and self._text_delta and not event.logprobs:
+                sent.append(self._more_text(event.text))
+            else:
+                sent += map(self._event, self._said(event))
+        return b"".join(sent)
+
+    def _more_text(self, text: str) -> bytes:
+        """The event of most tokens, at a fifth of the cost of ``_event``."""
+        self._keep(text)
+        number = self._sequence
+        self._sequence += 1
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._text_delta, _encode(text), number)
 
     def _begin(self) -> bytes:
         self._begun = True
@@ -216,6 +228,9 @@ class ResponseWriter(AnswerWriter):
         self._open = _Open(item)
         yield self._of_item("output_item.added", item=item)
         yield self._of_part("content_part.added", part=_part(kind, "", ()))
+        if kind == "message":
+            said = self._of_part("output_text.delta", logprobs=(), delta="")
+            self._text_delta = b"event: %b\ndata: %b" % (said["type"].encode(), _encode(said)[:-3])
 
     def _called(self, call_id: str, name: str) -> Iterator[dict[str, Any]]:
         named = self._toolbox.named(name)
@@ -258,7 +273,7 @@ class ResponseWriter(AnswerWriter):
         item["status"] = status
         yield self._of_item("output_item.done", item=item)
         self._output.append(item)
-        self._open = None
+        self._open, self._text_delta = None, b""
 
     def _delta(self, name: str, text: str, **more: Any) -> dict[str, Any]:
         self._keep(text)
