@@ -29,6 +29,7 @@ from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
 from commutator.supervisor.preflight import check_machine, machine_warnings
+from commutator.tokenizer import load_text_model
 from commutator_records.audit import AuditConfig
 from commutator_records.recording import RecordingConfig
 
@@ -55,6 +56,15 @@ def problems(tmp_path: Path, *, source: str = PACKAGE, **sections: Any) -> list[
 def test_what_can_run_passes(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert problems(tmp_path, template=str(tmp_path / "t.jinja")) == []
+
+
+def test_wrong_defaults_of_a_model_are_named(tmp_path: Path) -> None:
+    load_text_model(PACKAGE).tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
+    (problem,) = problems(tmp_path, source=str(tmp_path))
+    expected = "models[0].source: generation_config.json: top_p: expected a number above 0, at most 1, got 2"
+    assert problem.startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ from commutator.contract.disagg import HandoverStyle
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.planner import EnginePerformance
 from commutator.contract.request import GenerateRequest, TokenDelta
-from commutator.contract.settings import Bounds, PositiveInt, PositiveSeconds, setting
+from commutator.contract.settings import (
+    Bounds,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    setting,
+)
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import (
     EngineInfo,
@@ -34,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "EngineConnector",
     "ForwardedAnswer",
+    "GenerationConfig",
     "HttpRelay",
     "LaunchContext",
     "ModelConfig",
@@ -80,6 +87,36 @@ def _is_a_name(_: ModelConfig, _field: Attribute[Any], value: str) -> None:
 
 
 @frozen(kw_only=True)
+class GenerationConfig:
+    """How answers are chosen where a request does not say it."""
+
+    defaults: Literal["model", "none"] = setting(
+        "Where the values that are not given here come from: the model's `generation_config.json`, "
+        "which folders and models of the Hub have, or nowhere, so that temperature is 1 and all "
+        "else off. What ends an answer is the model's own in any case.",
+        "model",
+    )
+    temperature: Annotated[float, Bounds(minimum=0)] | None = setting(
+        "0 always takes the likeliest token.", None
+    )
+    top_p: Annotated[float, Bounds(above=0, maximum=1)] | None = setting(
+        "Keep the likeliest tokens that make up this probability.", None
+    )
+    top_k: NonNegativeInt | None = setting("Keep the k likeliest tokens; 0 keeps all.", None)
+    min_p: Annotated[float, Bounds(minimum=0, maximum=1)] | None = setting(
+        "Drop tokens less likely than this times the likeliest.", None
+    )
+    repetition_penalty: Annotated[float, Bounds(above=0)] | None = setting(
+        "Above 1 makes tokens that occurred less likely.", None
+    )
+    max_tokens: PositiveInt | None = setting(
+        "The longest answer to a conversation; by default what is left of the context. "
+        "Completions end after 16 tokens, as their API has it.",
+        None,
+    )
+
+
+@frozen(kw_only=True)
 class ModelConfig:
     """A model that clients can use."""
 
@@ -94,6 +131,9 @@ class ModelConfig:
     )
     max_model_len: PositiveInt | None = setting(
         "Longest prompt plus answer in tokens; the model's own limit when not given.", None
+    )
+    generation: GenerationConfig = setting(
+        "How answers are chosen where a request does not say it.", factory=GenerationConfig
     )
     tool_parser: str = setting(
         "Reads calls of tools in the model's answers: the model's family; auto: the one that its "

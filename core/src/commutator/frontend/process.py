@@ -55,6 +55,7 @@ from commutator.routing.membership import WorkerFollower
 from commutator.routing.placement import Placement
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
 from commutator.routing.replica_sync import ReplicaSync
+from commutator.tokenizer.defaults import configured
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import network_of_this_process
@@ -357,6 +358,7 @@ def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
             model.use_chat_template(Path(config.chat_template).read_text(encoding="utf-8"))
         if config.max_model_len is not None:
             model.max_model_len = min(model.max_model_len, config.max_model_len)
+        model.defaults = configured(model.defaults, config.generation)
         models[config.name] = model
     return models
 

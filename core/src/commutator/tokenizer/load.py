@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError
+from commutator.tokenizer.defaults import model_defaults
 from commutator.tokenizer.gguf import load_gguf
 from commutator.tokenizer.text_model import TextModel
 
@@ -144,6 +145,7 @@ def _in_package(name: str) -> Path:
     return found[0]
 
 
+_GENERATION = "generation_config.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -167,18 +169,19 @@ def load_huggingface(directory: Path) -> TextModel:
     tokenizer.no_padding()
     config = _read(directory / "config.json")
     tokenizer_config = _read(directory / "tokenizer_config.json")
-    generation_config = _read(directory / "generation_config.json")
+    generation_config = _read(directory / _GENERATION)
     special_tokens = {
         name: _token_text(tokenizer_config[name]) for name in _NAMED if tokenizer_config.get(name)
     }
+    own_end = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     eos_ids = {
-        *_ids(generation_config.get("eos_token_id", config.get("eos_token_id"))),
-        *_ids(tokenizer.token_to_id(special_tokens.get("eos_token", ""))),
+        *_eos_ids(directory, generation_config, config),
+        *([] if own_end is None else [own_end]),
     }
     bos_id = config.get("bos_token_id")
     if "bos_token" in special_tokens:
         bos_id = tokenizer.token_to_id(special_tokens["bos_token"])
-    return TextModel(
+    model = TextModel(
         tokenizer,
         max_model_len=_max_model_len(config, directory),
         eos_ids=frozenset(eos_ids),
@@ -186,6 +189,8 @@ def load_huggingface(directory: Path) -> TextModel:
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
     )
+    model.defaults = model_defaults(generation_config, str(directory / _GENERATION))
+    return model
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -204,10 +209,18 @@ def _token_text(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def _eos_ids(
+    directory: Path, generation_config: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[int]:
+    """What ends an answer, as the first of both files says that has it."""
+    for name, content in ((_GENERATION, generation_config), ("config.json", config)):
+        if (value := content.get("eos_token_id")) is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(one) is int and one >= 0 for one in ids):
+                problem = f"eos_token_id: expected token ids, got {value!r}"
+                raise ConfigError([problem], str(directory / name))
+            return ids
+    return []
 
 
 def _max_model_len(config: Mapping[str, Any], directory: Path) -> int:

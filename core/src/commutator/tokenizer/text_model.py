@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError, RequestError
 from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
+from commutator.tokenizer.defaults import AnswerDefaults
 from commutator.tokenizer.encoder import FastTokenizer
 
 __all__ = [
@@ -373,6 +374,8 @@ class TextModel:
         self.max_model_len = max_model_len
         self.eos_ids = eos_ids
         self.bos_id = bos_id
+        self.defaults = AnswerDefaults()
+        """How answers are chosen where a request does not say it."""
         self._bytes = token_bytes(tokenizer)
         self.longest_token_bytes = max(map(len, self._bytes.table), default=1) or 1
         """Bytes of the longest token: a text has at least its length divided by this as tokens."""

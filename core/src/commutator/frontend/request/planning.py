@@ -146,7 +146,7 @@ def _plan(
     for prompt in prompts:
         tokens = len(prompt.token_ids)
         prompt_tokens += tokens
-        max_tokens = _max_tokens(asked, tokens, target.max_model_len)
+        max_tokens = _max_tokens(asked, tokens, target)
         sampling = _sampling_params(asked, rules, target.text, max_tokens)
         if parser is not None and rules.stop:  # stop strings end the text, and nothing else
             sampling = evolve(sampling, stop=())
@@ -315,8 +315,9 @@ def _marks(message: Message) -> list[KvRetention]:
     return given
 
 
-def _max_tokens(asked: Generate, prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(asked: Generate, prompt_tokens: int, target: Target) -> int:
     """The longest answer allowed. Raises RequestError with both lengths when it cannot fit."""
+    max_model_len = target.max_model_len
     left = max_model_len - prompt_tokens
     is_chat = asked.conversation is not None
     if left < 1:
@@ -327,7 +328,8 @@ def _max_tokens(asked: Generate, prompt_tokens: int, max_model_len: int) -> int:
             "context_length_exceeded",
         )
     if asked.max_tokens is None:
-        return left if is_chat else min(left, _COMPLETION_MAX_TOKENS)
+        most = target.text.defaults.max_tokens if is_chat else _COMPLETION_MAX_TOKENS
+        return left if most is None else min(left, max(most, asked.min_tokens))
     if asked.max_tokens > left and is_chat:
         return left  # clients of agents always ask for more than there is; `answer` says so
     if asked.max_tokens > left:
@@ -373,15 +375,18 @@ def _sampling_params(
         )
     # The model's files may name more ends than the engine knows.
     ends = frozenset(asked.stop_token_ids) if asked.ignore_eos else rules.end_ids
+    usual = model.defaults
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=rules.min_tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(0, asked.top_k or 0),
-        min_p=asked.min_p or 0.0,
+        temperature=usual.temperature if asked.temperature is None else asked.temperature,
+        top_p=usual.top_p if asked.top_p is None else asked.top_p,
+        top_k=usual.top_k if asked.top_k is None else max(0, asked.top_k),
+        min_p=usual.min_p if asked.min_p is None else asked.min_p,
         seed=asked.seed,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        repetition_penalty=usual.repetition_penalty
+        if asked.repetition_penalty is None
+        else asked.repetition_penalty,
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         logit_bias=_logit_bias(asked.logit_bias, model.vocab_size) if asked.logit_bias else {},

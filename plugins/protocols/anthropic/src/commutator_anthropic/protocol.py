@@ -48,7 +48,7 @@ class Anthropic(Protocol[AnthropicConfig, "FrontendServices"]):
         return Example(
             api_url=url,
             path="/v1/messages",
-            body={"model": model, "messages": [question], "max_tokens": 64},
+            body={"model": model, "messages": [question], "temperature": 0, "max_tokens": 64},
         )
 
 

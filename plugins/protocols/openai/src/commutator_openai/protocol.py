@@ -65,7 +65,7 @@ class OpenAi(Protocol[OpenAiConfig, "FrontendServices"]):
         return Example(
             api_url=f"{url}/v1",
             path="/v1/chat/completions",
-            body={"model": model, "messages": [question], "max_tokens": 64},
+            body={"model": model, "messages": [question], "temperature": 0, "max_tokens": 64},
         )
 
 

@@ -160,10 +160,11 @@ class GenerationRequest:
         "Makes sampling repeatable; answer i of several uses seed + i.", None
     )
     temperature: Annotated[float, Bounds(minimum=0, maximum=2)] | None = setting(
-        "0 always takes the most likely token; 1 by default.", None
+        "0 always takes the most likely token; by default as the model's `generation` says.", None
     )
     top_p: Annotated[float, Bounds(above=0, maximum=1)] | None = setting(
-        "Keep the most likely tokens up to this total probability; 1 by default.", None
+        "Keep the most likely tokens up to this total probability; by default as for the model.",
+        None,
     )
     presence_penalty: Penalty | None = setting("Against tokens that occurred; 0 by default.", None)
     frequency_penalty: Penalty | None = setting(
@@ -181,10 +182,10 @@ class GenerationRequest:
         "Keep the k most likely tokens; 0 and -1 keep all.", None
     )
     min_p: Fraction | None = setting(
-        "Drop tokens less likely than this times the most likely one; 0 by default.", None
+        "Drop tokens less likely than this times the likeliest; by default as for the model.", None
     )
     repetition_penalty: Annotated[float, Bounds(above=0, maximum=100)] | None = setting(
-        "Above 1, against tokens of prompt and answer; 1 by default.", None
+        "Above 1, against tokens of prompt and answer; by default as for the model.", None
     )
     min_tokens: Annotated[int, Bounds(minimum=0, maximum=MAX_INT)] | None = setting(
         "Nothing ends the answer before this many tokens; 0 by default.", None
