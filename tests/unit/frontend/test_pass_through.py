@@ -186,7 +186,6 @@ async def test_priority_and_salt_are_known_to_routing() -> None:
         {"chat_template": "{{ 1 }}"},
         {"n": 10**6},
         {"priority": -(10**30)},
-        {"odd": 1},
     ],
     ids="+".join,
 )
@@ -242,10 +241,10 @@ async def test_what_is_served_here_is_not_passed_on() -> None:
     async with front_door(dispatcher) as door:
         status, _ = await door.chat(max_tokens=5)
         assert status == 200
-        status, body = await door.chat(max_tokens=-1)
+        status, _ = await door.chat(max_tokens=-1)
         assert status == 400
-        status, body = await door.chat(odd=1)
-        assert (status, body["error"]["code"]) == (400, "unknown_parameter")
+        status, _ = await door.chat(odd=1)
+        assert status == 200
     assert not dispatcher.sent
 
 

@@ -41,7 +41,8 @@ CHAT = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-    ({"tempratur": 1}, "tempratur", "unknown_parameter"),
+    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not_allowed"),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": None}, "messages", "invalid_value"),
     (says(None), "messages[0].content", "missing_required_parameter"),
@@ -110,7 +111,7 @@ async def test_completions(wrong: dict[str, Any], param: str, code: str | None) 
 
 
 async def test_every_mistake_is_reported_at_once_with_the_nearest_name() -> None:
-    async with front_door(FakeDispatcher()) as door:
+    async with front_door(FakeDispatcher(), strict=True) as door:
         _, body = await door.chat(temperature="hot", max_token=5, n=0)
     message = body["error"]["message"]
     assert 'temperature: expected a number from 0 to 2, got "hot"' in message
@@ -119,8 +120,8 @@ async def test_every_mistake_is_reported_at_once_with_the_nearest_name() -> None
 
 
 async def test_a_key_of_another_path_names_the_path() -> None:
-    async with front_door(FakeDispatcher()) as door:
-        _, body = await door.complete(messages=[])
+    async with front_door(FakeDispatcher(), strict=True) as door:
+        _, body = await door.complete(messages=[1])
         assert "messages: unknown key; requests with it go to /v1/chat/completions" in str(body)
         _, body = await door.chat(prompt="x")
         assert "prompt: unknown key; requests with it go to /v1/completions" in str(body)

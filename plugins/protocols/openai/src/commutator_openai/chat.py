@@ -50,6 +50,7 @@ from commutator_openai.requests import (
     TextPart,
     TokenizeRequest,
 )
+from commutator_openai.tolerance import IGNORED_HEADER, ignored_header, set_aside
 from commutator_openai.writers import ChatWriter, CompletionWriter
 
 __all__ = [
@@ -64,9 +65,6 @@ __all__ = [
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
-
-IGNORED_HEADER = "X-Commutator-Ignored"
-"""Names the parameters that had no effect on the answer."""
 
 _OF_TOOLS = {"messages", "tools", "tool_choice"}
 """What an engine may serve that is asked as clients ask, where the front door cannot."""
@@ -99,16 +97,16 @@ class Generations:
         limit = call.time_limit()
         async with limit:
             try:
-                body = await read_request(call, cls)
+                body, unknown = await read_request(call, cls, strict=self.strict)
             except RequestError as refused:
-                if await self.pass_through.answered(call, refused):
+                if await self.pass_through.answered(call, refused, cls):
                     return
                 raise
             given = _without_those_of_templates(call, body, hints_given(body))
-            if given:
-                if await self._passed_on(call, given):
-                    return
-                call.answer_headers[IGNORED_HEADER] = ", ".join(given)
+            if given and await self._passed_on(call, given, cls):
+                return
+            if given or unknown:
+                call.answer_headers[IGNORED_HEADER] = ignored_header([*given, *unknown])
             make_writer = partial(
                 writer,
                 call.request_id,
@@ -120,10 +118,10 @@ class Generations:
             except RequestError as refused:
                 if refused.param not in _OF_TOOLS:
                     raise
-                if not await self.pass_through.answered(call, refused):
+                if not await self.pass_through.answered(call, refused, cls):
                     raise
 
-    async def _passed_on(self, call: Call, given: Mapping[str, Hint]) -> bool:
+    async def _passed_on(self, call: Call, given: Mapping[str, Hint], cls: type[RequestT]) -> bool:
         """Whether an engine answered that may know the hints; otherwise they are to be ignored.
 
         Raises RequestError where they are not to be ignored.
@@ -133,7 +131,7 @@ class Generations:
             f"{name} is not supported, because {hint.why}. Remove it.", name, NOT_SERVED
         )
         if self.strict or any(hint.for_engines for hint in given.values()):
-            if await self.pass_through.answered(call, refused):
+            if await self.pass_through.answered(call, refused, cls):
                 return True
             if self.strict:
                 raise refused
@@ -163,9 +161,15 @@ _SHOWN_PROBLEMS = 8
 _SHOWN_CHARACTERS = 200
 
 
-async def read_request(call: Call, cls: type[T]) -> T:
-    """The body as ``cls``. Raises RequestError, ``Failure`` for 408, 413, 415, OverloadedError."""
-    return await read_structured(call, partial(_parse_quickly, cls), partial(parse_body, cls))
+async def read_request(call: Call, cls: type[T], *, strict: bool) -> tuple[T, tuple[str, ...]]:
+    """The body as ``cls``, and the names of its fields that are ignored.
+
+    With ``strict`` there are none: they are refused. Raises RequestError, ``Failure`` for 408, 413
+    and 415, and OverloadedError.
+    """
+    return await read_structured(
+        call, partial(_parse_quickly, cls, strict), partial(_parse_thoroughly, cls, strict)
+    )
 
 
 def asked_chat(body: ChatRequest) -> Generate:
@@ -372,27 +376,38 @@ def _check_stream_options(body: GenerationRequest) -> None:
         raise RequestError("stream_options: only allowed when stream is true", "stream_options")
 
 
-def parse_body(cls: type[T], body: bytes) -> T:
+def parse_body(cls: type[T], body: bytes, *, strict: bool = False) -> T:
     """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
     try:
-        return _parse_quickly(cls, body)
+        return _parse_quickly(cls, strict, body)[0]
     except WrongSomewhereError:
-        return _parse_thoroughly(parse_object(body), cls)
+        return _parse_thoroughly(cls, strict, body)[0]
 
 
-def _parse_quickly(cls: type[T], body: bytes) -> T:
+def _parse_quickly(cls: type[T], strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:
     data = parse_object(body)
     try:
-        return _fast.structure(data, cls)
+        return _fast.structure(data, cls), ()
+    except Exception as error:  # often for what can be set aside
+        leftovers = set_aside(data, cls, strict=strict)
+        if leftovers.refused or not leftovers.changed:
+            raise WrongSomewhereError from error
+    try:
+        return _fast.structure(data, cls), leftovers.ignored
     except Exception as error:
         raise WrongSomewhereError from error
 
 
-def _parse_thoroughly(data: object, cls: type[T]) -> T:
+def _parse_thoroughly(cls: type[T], strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:
+    data = parse_object(body)
+    leftovers = set_aside(data, cls, strict=strict)
+    problems = [*leftovers.refused]
     try:
-        return structure(_thorough, data, cls)
+        read = structure(_thorough, data, cls)
+        if not problems:
+            return read, leftovers.ignored
     except StructureError as error:
-        problems = error.problems
+        problems += error.problems
     shown = [_line(path, text) for path, text in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
@@ -423,6 +438,7 @@ def _code(text: str) -> str:
         "unknown key": "unknown_parameter",
         "required": "missing_required_parameter",
         "not supported": NOT_SERVED,
+        "not allowed": "not_allowed",
     }
     found = (code for beginning, code in by_beginning.items() if text.startswith(beginning))
     return next(found, "invalid_value")

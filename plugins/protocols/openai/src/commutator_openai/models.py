@@ -18,6 +18,7 @@ from commutator_openai.responses import (
     ModelList,
     TokenizeResponse,
 )
+from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
 __all__ = [
     "detokenize",
@@ -30,25 +31,29 @@ T = TypeVar("T")
 _INLINE_TOKENS = 10_000
 
 
-async def tokenize(call: Call) -> None:
+async def tokenize(call: Call, *, strict: bool) -> None:
     """POST /tokenize: the token ids of a text or of a rendered conversation."""
-    await _serve(call, TokenizeRequest, _tokenize)
+    await _serve(call, TokenizeRequest, _tokenize, strict=strict)
 
 
-async def detokenize(call: Call) -> None:
+async def detokenize(call: Call, *, strict: bool) -> None:
     """POST /detokenize: the text of token ids, special tokens included."""
-    await _serve(call, DetokenizeRequest, _detokenize)
+    await _serve(call, DetokenizeRequest, _detokenize, strict=strict)
 
 
 async def _serve(
     call: Call,
     cls: type[T],
     answer: Callable[[FrontendServices, Principal, T], Awaitable[bytes]],
+    *,
+    strict: bool,
 ) -> None:
     """With the same limits as a generation: a text may be as long as any prompt."""
     services = call.services
     async with call.time_limit():
-        body = await read_request(call, cls)
+        body, ignored = await read_request(call, cls, strict=strict)
+        if ignored:
+            call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
             data = await answer(services, call.principal, body)
     await call.reply([data])

@@ -2,8 +2,8 @@
 
 The front door does not serve tools, structured output, pictures or embeddings. An engine that takes
 OpenAI requests gets them unchanged but for ``model``, which becomes the worker's name of it. Keys
-that the front door does not know are refused, because engines have keys that no client may use: KV
-transfers to any address, templates, ids of other requests.
+that the front door does not know are left out or refused, because engines have keys that no client
+may use: KV transfers to any address, templates, ids of other requests.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from commutator.tokenizer import TextModel
 from commutator_openai.fields import MAX_INT, MAX_LABEL
 from commutator_openai.media import check_media
 from commutator_openai.metering import AnswerUsage, stated_answers
+from commutator_openai.tolerance import IGNORED_HEADER, for_engine, ignored_header
 from commutator_openai.writers import stream_failed
 
 __all__ = ["ENDPOINTS", "PassThrough"]
@@ -109,8 +110,11 @@ class PassThrough:
             async with services.limiter.of(call.caller()):
                 await self._pass(call, name, body)
 
-    async def answered(self, call: Call, refused: RequestError) -> bool:
-        """Whether the engine answered, as it may serve what ``refused`` is about."""
+    async def answered(self, call: Call, refused: RequestError, cls: type[Any]) -> bool:
+        """Whether the engine answered, as it may serve what ``refused`` is about.
+
+        It gets the fields of ``cls``, and others that it may know and clients may use.
+        """
         if refused.code != NOT_SERVED:
             return False
         services = call.services
@@ -120,6 +124,9 @@ class PassThrough:
         if name not in mine or not services.dispatcher.forwards(name):
             return False
         call.model = name
+        body, ignored = for_engine(body, cls)
+        if ignored:
+            call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
             await self._pass(call, name, body)
         return True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,8 +46,9 @@ class OpenAiConfig(ProtocolConfig):
         validator=_are_hosts,
     )
     strict: bool = setting(
-        "Answer 400 to parameters that have no effect here, such as `store`, `metadata` and "
-        "`reasoning_effort`, instead of ignoring them and naming them in X-Commutator-Ignored.",
+        "Answer 400 to parameters that are unknown or have no effect here, such as `store`, "
+        "`metadata` and `reasoning_effort`, instead of ignoring them and naming them in "
+        "X-Commutator-Ignored.",
         False,
     )
 
@@ -101,14 +102,14 @@ class _Mounted(MountedProtocol):
 
         passing = PassThrough(frozenset(self._config.media_hosts))
         generations = Generations(self._config.strict, passing)
-        posts = {
+        posts: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/v1/chat/completions": generations.chat_completions,
             "/v1/completions": generations.completions,
             **dict.fromkeys(ENDPOINTS, passing.engine_only),
-            "/tokenize": models.tokenize,
-            "/detokenize": models.detokenize,
+            "/tokenize": partial(models.tokenize, strict=self._config.strict),
+            "/detokenize": partial(models.detokenize, strict=self._config.strict),
         }
-        gets = {
+        gets: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/v1/models": models.list_models,
             "/v1/models/{id:.+}": models.retrieve_model,
             "/openapi.json": self._openapi,
