@@ -97,11 +97,12 @@ class Generations:
         limit = call.time_limit()
         async with limit:
             try:
-                body, unknown = await read_request(call, cls, strict=self.strict)
+                read = await read_request(call, cls, strict=self.strict)
             except RequestError as refused:
                 if await self.pass_through.answered(call, refused, cls):
                     return
                 raise
+            body, unknown = read
             given = _without_those_of_templates(call, body, hints_given(body))
             if given and await self._passed_on(call, given, cls):
                 return
