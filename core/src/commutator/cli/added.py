@@ -49,16 +49,30 @@ class AddedCommands:
                 found = _with_commands_of(point, found)
             except PluginError as error:
                 self.problems.append(error)
-        for name in own:
-            if (taken := found.pop(self._prefix + name, None)) is not None:
-                text = f'command "{taken.name}": commutator itself has it; choose another name'
-                self.problems.append(PluginError(taken.distribution, text))
+        self.refused = {
+            name: f'command "{name}": {why}'
+            for name in found
+            if (why := self._refusal(name, own, found))
+        }
+        """Why commands that were registered are not here, by their names."""
+        for name, text in self.refused.items():
+            self.problems.append(PluginError(found.pop(name).distribution, text))
         self.commands: Mapping[str, Command] = {
             name.removeprefix(self._prefix): command
             for name, command in sorted(found.items())
             if name.startswith(self._prefix) and " " not in name.removeprefix(self._prefix)
         }
         """By the word that the user types; without those of other groups."""
+
+    def _refusal(self, name: str, own: Collection[str], found: Collection[str]) -> str | None:
+        if name.startswith(self._prefix) and name.removeprefix(self._prefix) in own:
+            return "commutator itself has it; choose another name"
+        group, _, inside = name.partition(" ")
+        if self._prefix or not inside or (group not in own and group in {*found, *PACKAGES}):
+            return None
+        if group in own:
+            return f"{group} takes no commands of others; choose another name"
+        return f'there is no group {group}; register "{group}" alone, with a click.Group'
 
     def load(self, ctx: click.Context, name: str) -> click.Command | None:
         """The command ``name``; None where there is none.

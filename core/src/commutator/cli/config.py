@@ -30,12 +30,18 @@ def check(sources: Sources, elsewhere: bool) -> None:
     checked too: models, devices, memory, folders, secrets, the environments of engines.
     """
     from commutator.cli.likely_mistakes import warnings_of
-    from commutator.supervisor.preflight import check_files, check_machine, machine_warnings
+    from commutator.supervisor.preflight import (
+        check_files,
+        check_machine,
+        check_routes,
+        machine_warnings,
+    )
 
     loaded = sources.load()
     warnings = list(warnings_of(loaded.config, loaded.host))
     if elsewhere:
         check_files(loaded.config)
+        check_routes(loaded.config, loaded.host)
     else:
         check_machine(loaded.config, loaded.host)
         warnings += machine_warnings(loaded.config, loaded.host)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from commutator.auth.keys import KeysConfig, expiry_unix_s
 from commutator.config.checks import tier_warnings
+from commutator.config.kinds import default_limiter
 from commutator.config.model import Config
 from commutator.plugins import PluginHost
 
@@ -17,6 +18,7 @@ def warnings_of(config: Config, host: PluginHost, now_unix_s: float | None = Non
     """A line for each valid option that is probably a mistake, printed by `check` and `serve`."""
     yield from _plugin_warnings(config, host)
     yield from _principal_warnings(config, time.time() if now_unix_s is None else now_unix_s)
+    yield from _limiter_warnings(config, host)
     yield from _prefill_warnings(config)
     yield from tier_warnings(config, host)
 
@@ -46,6 +48,15 @@ def _principal_warnings(config: Config, now_unix_s: float) -> Iterator[str]:
             for key in principal.keys:
                 if key.expires is not None and expiry_unix_s(key.expires) <= now_unix_s:
                     yield f"{path}: keys: {key.sha256[:8]}... expired on {key.expires}; remove it"
+
+
+def _limiter_warnings(config: Config, host: PluginHost) -> Iterator[str]:
+    """Warns of a limiter that somebody chose, and that nobody asks."""
+    if config.limiter.kind not in {"unlimited", default_limiter(host)} and not config.auth:
+        yield (
+            "limiter: nobody is asked who they are (no section auth), so nothing is limited; add "
+            "`auth`, or remove the limiter"
+        )
 
 
 def _prefill_warnings(config: Config) -> Iterator[str]:

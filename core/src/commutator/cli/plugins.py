@@ -20,9 +20,16 @@ __all__ = ["plugins"]
 @no_plugin_option
 def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
     """List the installed plugins with their kinds and hooks, or why one is not loaded."""
+    from commutator.cli.added import AddedCommands
+    from commutator.cli.main import COMMANDS
     from commutator.plugins import load_plugins
 
     installed = load_plugins(no_plugins).installed
+    refused = AddedCommands(own=COMMANDS).refused
+    for plugin in installed:
+        if theirs := [one.name for one in plugin.commands if one.name in refused]:
+            plugin.problem = "; ".join(refused[name] for name in theirs)
+            plugin.commands = tuple(one for one in plugin.commands if one.name not in refused)
     if as_json:
         click.echo(json.dumps([_fields(plugin) for plugin in installed], indent=2))
     else:

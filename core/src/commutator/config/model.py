@@ -281,7 +281,7 @@ class Config:
     operations: tuple[OperationsConfig, ...] | None = setting(
         "What operators see and do on the doors, beside health, metrics and administration: by "
         "default the live view and the page at /ui, `console`, where commutator-console is "
-        "installed.",
+        "installed. A list replaces the default: name `console` in it, too, to keep it.",
         None,
     )
     frontend: FrontendConfig = setting(

@@ -63,8 +63,9 @@ class RequestLimiter(ABC):
     def begin(self, principal: Principal) -> bool:
         """A request begins. Whether it counts: ``end`` is called then, however it ends.
 
-        Raises ``commutator.errors.RateLimitError`` where it is certain already that the request is
-        refused; then it does not count.
+        A principal may have no limits: a limiter with a limit of its own for everybody counts it
+        as well. Raises ``commutator.errors.RateLimitError`` where it is certain already that the
+        request is refused; then it does not count.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -53,8 +54,15 @@ class Example:
     """The base URL that its clients are configured with."""
     path: str
     """Of a first request, a POST."""
-    body: Mapping[str, Any]
-    """Its JSON."""
+    body: Mapping[str, Any] | str
+    """Its JSON, or its text, if ``content_type`` is another."""
+    content_type: str = "application/json"
+    """What the body is."""
+
+    @property
+    def text(self) -> str:
+        """The body as it is sent."""
+        return self.body if isinstance(self.body, str) else json.dumps(self.body)
 
 
 @frozen(kw_only=True)
@@ -73,6 +81,8 @@ class MountedProtocol(ABC):
     session_headers: Sequence[str] = ("x-session-id",)
     """Headers, in lower case, in which its clients name their session where the request's body does
     not; the first that is sent counts."""
+    failed_type: str = "application/json"
+    """The content type of what ``failed`` returns."""
 
     @abstractmethod
     def routes(self) -> Sequence[Route]:
@@ -80,7 +90,7 @@ class MountedProtocol(ABC):
 
     @abstractmethod
     def failed(self, failure: Failure) -> bytes:
-        """The JSON body of an answer that is no success."""
+        """The body of an answer that is no success, of the type ``failed_type``."""
 
 
 class Protocol(ABC, Generic[ConfigT, ServicesT]):
@@ -97,7 +107,11 @@ class Protocol(ABC, Generic[ConfigT, ServicesT]):
 
     @abstractmethod
     def mount(self, config: ConfigT, services: ServicesT, door: DoorFacts) -> MountedProtocol:
-        """Make what answers on one door. Raises ConfigError."""
+        """Make what answers on one door. Raises ConfigError.
+
+        Where a door has several protocols, it is also called before the start, to compare their
+        routes, with ``services`` that have no attributes yet: keep them for the requests.
+        """
 
     @abstractmethod
     def example(self, url: str, model: str) -> Example:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
 from commutator.contract.door import FrontendConfig
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
+from commutator.contract.protocol import DoorFacts, ProtocolConfig
 from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
@@ -32,7 +33,7 @@ from commutator.tokenizer.load import (
 from commutator.tokenizer.text_model import ChatTemplate
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
-__all__ = ["check_files", "check_machine", "fetch_models", "machine_warnings"]
+__all__ = ["check_files", "check_machine", "check_routes", "fetch_models", "machine_warnings"]
 
 log = logging.getLogger(__name__)
 _WORKER = "{worker}"
@@ -63,6 +64,64 @@ def _of_doors(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
         for number, entry in enumerate(door.protocols):
             for problem in host.protocols.kinds[entry.kind].thing.problems(entry):
                 yield f"{path}protocols[{number}].{problem}"
+    yield from _of_routes(frontend, host)
+
+
+def check_routes(config: Config, host: PluginHost) -> None:
+    """Raises ConfigError if protocols of one door claim a route, and cannot share it."""
+    if problems := [*_of_routes(config.frontend, host)]:
+        raise ConfigError(problems, "configuration")
+
+
+def _of_routes(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
+    for index, door in enumerate(frontend.doors):
+        if len(door.protocols) == 1:
+            continue  # what answers is not imported only to be compared with nothing
+        path, first = door_path(frontend, index), dict[tuple[str, str], int]()
+        facts = DoorFacts(needs_key=False, operations=door.operations != "off")
+        for number, entry in enumerate(door.protocols):
+            try:
+                routes = host.protocols.kinds[entry.kind].thing.mount(entry, _LATER, facts).routes()
+            except _LaterError:
+                continue  # the door says it as it opens
+            except ConfigError as error:
+                yield from (f"{path}.protocols[{number}].{each}" for each in error.problems)
+                continue
+            claims = {(route.method, route.path) for route in routes if route.is_mine is None}
+            taken = sorted(claims & first.keys())
+            if taken:
+                before = first[taken[0]]
+                yield _claimed(path, door.protocols, (before, number), taken)
+            first.update(dict.fromkeys(claims - first.keys(), number))
+
+
+def _claimed(
+    path: str,
+    protocols: Sequence[ProtocolConfig],
+    numbers: tuple[int, int],
+    routes: Sequence[tuple[str, str]],
+) -> str:
+    before, number = numbers
+    more = f" and {len(routes) - 1} more" if len(routes) > 1 else ""
+    return (
+        f"{path}.protocols[{number}]: {protocols[number].kind} claims {' '.join(routes[0])}{more}, "
+        f"which protocols[{before}], {protocols[before].kind}, has already, and they do not tell "
+        "their callers apart; remove one, or give it a door of its own"
+    )
+
+
+class _LaterError(Exception):
+    """A protocol wants something of the services before there are any."""
+
+
+class _Later:
+    """Stands for the services of a front door that does not run yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _LaterError(name)
+
+
+_LATER = _Later()
 
 
 def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:

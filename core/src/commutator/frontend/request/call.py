@@ -123,17 +123,19 @@ class Call(ABC):
         return {}
 
     @abstractmethod
-    def room_for_body(self) -> AbstractAsyncContextManager[None]:
+    def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
         """Inside, the body may be read and parsed: what the headers say of it is within limits.
 
+        ``types`` are the content types that it may have, such as "text/plain"; by default JSON's.
         Raises ``Failure`` for 413 and 415, OverloadedError.
         """
 
     @abstractmethod
     async def read(self) -> bytes:
-        """The whole body, unpacked, within the door's limits; JSON where the door is HTTP.
+        """The whole body, unpacked, within the door's limits, of any type.
 
-        Raises RequestError, ``Failure`` for 408 and 413.
+        To be called in ``room_for_body``, which bounds how much is read at the same time, and
+        refuses other types. Raises RequestError, ``Failure`` for 408 and 413.
         """
 
     @abstractmethod

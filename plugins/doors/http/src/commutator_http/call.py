@@ -206,15 +206,36 @@ class HttpCall(Call):
     def parts(self) -> Mapping[str, str]:
         return self._path_parts
 
-    def room_for_body(self) -> AbstractAsyncContextManager[None]:
+    def check_origin(self) -> None:
+        """Raise Failure if the page of a site that may not call sends the request.
+
+        A browser asks before it sends JSON, and hears no. It sends text, forms and nothing without
+        asking.
+        """
+        origin, request = self.headers.get(hdrs.ORIGIN), self.request
+        if origin is None or _is_json(request.content_type):
+            return
+        if self.headers.get("Sec-Fetch-Site") == "same-origin":
+            return  # also behind a proxy, where the host has another name
+        cors = self.parts_of_door.cors
+        if origin.partition("://")[2] == request.host or (cors and cors.allows(origin)):
+            return
+        raise Failure(
+            web.HTTPForbidden.status_code,
+            f"pages of {origin[:100]} may not send this; send JSON, or add the origin to the "
+            "door's cors_origins",
+            "origin_not_allowed",
+        )
+
+    def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
         request, parts = self.request, self.parts_of_door
         # Browsers send text/plain, and bodies without a type, to any site without asking. Requiring
         # JSON keeps such pages out.
-        if not _is_json(request.content_type):
-            given = request.content_type[:100] if "Content-Type" in self.headers else "none"
+        given = request.content_type if hdrs.CONTENT_TYPE in self.headers else "none"
+        if not (given in types or ((not types or _JSON in types) and _is_json(given))):
             raise Failure(
                 web.HTTPUnsupportedMediaType.status_code,
-                f"expected Content-Type: application/json, got {given}",
+                f"expected Content-Type: {' or '.join(types or [_JSON])}, got {given[:100]}",
                 "unsupported_media_type",
             )
         coding, length = _coding(self.headers), request.content_length
@@ -421,8 +442,11 @@ async def _read_compressed(content: StreamReader, coding: str, max_bytes: int) -
         raise
 
 
+_JSON = "application/json"
+
+
 def _is_json(content_type: str) -> bool:
-    return content_type == "application/json" or content_type.endswith("+json")
+    return content_type == _JSON or content_type.endswith("+json")
 
 
 def _reason(error: Exception) -> str:

@@ -59,4 +59,8 @@ class Cors:
             return None
         if "*" in self._origins:
             return "*"
-        return origin if origin in self._origins else None
+        return origin if self.allows(origin) else None
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of ``origin`` may call."""
+        return "*" in self._origins or origin in self._origins

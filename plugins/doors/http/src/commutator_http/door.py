@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +15,12 @@ if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
 
 __all__ = ["HttpDoor"]
+
+
+def _data(example: Example) -> str:
+    """The body for curl, which reads the file X where `-d` is "@X"."""
+    option = "--data-raw" if isinstance(example.body, str) else "-d"
+    return f"{option} {shlex.quote(example.text)}"
 
 
 class HttpDoor(Door[HttpConfig, "FrontendServices"]):
@@ -38,12 +43,13 @@ class HttpDoor(Door[HttpConfig, "FrontendServices"]):
         security = f" --cacert {shlex.quote(config.tls.cert_file)}" if config.tls else ""
         if example is None:
             return DoorAddress(url=url, api_url=url, example=f"curl -s {url}/ready{security}")
-        parts = [f"curl -s {url}{example.path}", "-H 'Content-Type: application/json'"]
+        content_type = shlex.quote(f"Content-Type: {example.content_type}")
+        parts = [f"curl -s {url}{example.path}", f"-H {content_type}"]
         if config.api_keys:
             key = config.api_keys[0]
             value = f"${key.env}" if key.env else f"$(cat {shlex.quote(str(key.file))})"
             parts.append(f'-H "Authorization: Bearer {value}"')
-        parts.append(f"{security.strip()} -d {shlex.quote(json.dumps(example.body))}".strip())
+        parts.append(f"{security.strip()} {_data(example)}".strip())
         return DoorAddress(url=url, api_url=url + example.api_url, example=" ".join(parts))
 
     async def open(

@@ -98,6 +98,8 @@ async def _exchange(
     code = _CLIENT_GONE
     try:
         try:
+            if call.method == "POST" and hdrs.ORIGIN in call.headers:
+                call.check_origin()
             if route is None:
                 response = await handler(request)
             else:
@@ -143,12 +145,11 @@ def failure_response(failure: Failure, protocol: MountedProtocol | None) -> web.
     """The answer to a request that failed, in the shape of ``protocol``, if there is one."""
     if protocol is None:
         said = {"message": failure.message, "code": failure.code, "param": failure.param}
-        body = msgspec.json.encode({"error": said})
+        body, content_type = msgspec.json.encode({"error": said}), MountedProtocol.failed_type
     else:
-        body = protocol.failed(failure)
-    return web.Response(
-        status=failure.status, body=body, content_type="application/json", headers=failure.headers
-    )
+        body, content_type = protocol.failed(failure), protocol.failed_type
+    headers = {**failure.headers, hdrs.CONTENT_TYPE: content_type}
+    return web.Response(status=failure.status, body=body, headers=headers)
 
 
 def from_aiohttp(error: web.HTTPException) -> Failure:

@@ -15,7 +15,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, hdrs, web
 from attrs import frozen
 
 from commutator.contract.answer import Failure
@@ -98,7 +98,7 @@ async def open_server(
 
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
-    failed = protocols[0].failed if protocols else None
+    failed = partial(failure_response, protocol=protocols[0] if protocols else None)
     runner = Runner(app, table, deadlines, failed)
     runners = [runner]
     try:
@@ -172,7 +172,7 @@ class Runner(web.AppRunner):
         app: web.Application,
         table: ConnectionTable,
         deadlines: Deadlines,
-        failed: Failed | None = None,
+        failed: Failed,
     ) -> None:
         super().__init__(
             app,
@@ -188,7 +188,7 @@ class Runner(web.AppRunner):
         )
         self._table = table
         self._deadlines = deadlines
-        self._failed = failed or _plainly
+        self._failed = failed
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
@@ -402,7 +402,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
         self._headers_came()
         self._table.on_drop(str(failure.code), self._address)
         if self.transport is not None:
-            self.transport.write(_raw_answer(failure, self._failed(failure)))
+            self.transport.write(_raw(self._failed(failure)))
         # Closing with something unread would reset the connection, and the client never see why.
         self._close = True
         self._header_timer = self._loop.call_later(_REFUSED_S, self.force_close)
@@ -426,12 +426,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
         return self._closing(Failure(status, text, "bad_http"))
 
     def _closing(self, failure: Failure) -> web.Response:
-        response = web.Response(
-            status=failure.status,
-            body=self._failed(failure),
-            content_type="application/json",
-            headers=failure.headers,
-        )
+        response = self._failed(failure)
         response.force_close()
         return response
 
@@ -447,21 +442,17 @@ class _Protocol(ClientConnection, web.RequestHandler):
         log.log(logging.DEBUG if theirs else logging.ERROR, *args, **more)
 
 
-Failed = Callable[[Failure], bytes]
-"""The body of an answer that is no success."""
+Failed = Callable[[Failure], web.Response]
+"""Makes an answer that is no success."""
 
 
-def _plainly(failure: Failure) -> bytes:
-    body = failure_response(failure, None).body
+def _raw(answer: web.Response) -> bytes:
+    """All of ``answer``, for where there is no request to answer through aiohttp."""
+    body = answer.body
     assert isinstance(body, bytes)
-    return body
-
-
-def _raw_answer(failure: Failure, body: bytes) -> bytes:
-    """A whole answer, for where there is no request to answer through aiohttp."""
     head = (
-        f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}\r\n"
-        "Content-Type: application/json; charset=utf-8\r\n"
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
+        f"Content-Type: {answer.headers[hdrs.CONTENT_TYPE]}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

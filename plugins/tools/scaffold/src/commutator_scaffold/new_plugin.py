@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -32,6 +32,8 @@ class PluginKind:
     """What the generated plugin does, in one sentence without its full stop."""
     page: str
     """The page of the documentation that says how to go on."""
+    module: str
+    """Whose documentation says it, too, and is installed: ``python -m pydoc MODULE``."""
     change: str
     """What to change first."""
     needs: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ KINDS: Mapping[str, PluginKind] = {
         title="an engine",
         summary="An engine for Commutator that echoes its prompt",
         page="docs/how-to/write-an-engine.md",
+        module="commutator.contract.engine",
         change="the connector; the engine itself is in __main__.py",
         needs=("commutator-engine-kit",),
         modules=("__main__",),
@@ -59,12 +62,14 @@ KINDS: Mapping[str, PluginKind] = {
         title="a routing policy",
         summary="A routing policy for Commutator that weighs load against cached blocks",
         page="docs/tutorial/first-routing-policy.md",
+        module="commutator.contract.routing",
         change="the policy: begin with pick()",
     ),
     "tier": PluginKind(
         title="a storage tier",
         summary="A storage tier for Commutator that stores KV blocks in memory",
         page="docs/how-to/write-a-tier.md",
+        module="commutator.contract.tier",
         change="the tier: begin with open_slots() and place()",
         # NIXL moves its blocks; a tier's default policy comes from the second.
         needs=("commutator-engine-kit[nixl]", "commutator-eviction"),
@@ -73,43 +78,50 @@ KINDS: Mapping[str, PluginKind] = {
         title="an eviction policy",
         summary="An eviction policy for Commutator: the least recently used block goes first",
         page="docs/how-to/write-a-tier.md",
+        module="commutator.contract.eviction",
         change="the policy: begin with victims()",
         tested_with=("commutator-dram",),
     ),
     "observer": PluginKind(
         title="an observer",
         summary="An observer for Commutator that logs slow and failed requests",
-        page="docs/reference/hooks.md",
+        page="docs/reference/hooks.md#observer_registerregister",
+        module="commutator.contract.observer",
         change="the observer: override the methods of what you want to watch",
     ),
     "limiter": PluginKind(
         title="a limiter",
         summary="A limiter for Commutator that counts each principal's running requests",
-        page="docs/how-to/authenticate.md",
+        page="docs/reference/contract.md#contractlimiter",
+        module="commutator.contract.limiter",
         change="what counts: begin with begin()",
     ),
     "protocol": PluginKind(
         title="a protocol",
         summary="A protocol for Commutator: a question in, an answer out",
         page="docs/how-to/write-a-protocol.md",
+        module="commutator.contract.protocol",
         change="what is read and written: begin with ask() and the writer",
     ),
     "planner": PluginKind(
         title="a planner",
         summary="A planner for Commutator: a worker for each few requests",
         page="docs/explanation/planning.md",
+        module="commutator.contract.planner",
         change="the policy: begin with propose()",
     ),
     "operations": PluginKind(
         title="operations",
         summary="Operations for Commutator: what operators see and do on its doors",
-        page="docs/reference/hooks.md",
+        page="docs/reference/hooks.md#operations_registerregister",
+        module="commutator.contract.operations",
         change="the routes, and what answers them",
     ),
     "command": PluginKind(
         title="a command",
         summary="A command for Commutator that says whether a front door is ready",
-        page="docs/reference/hooks.md",
+        page="docs/reference/hooks.md#command_registerregister",
+        module="commutator.contract.commands",
         change="the name and the line of help; the command itself is in command.py",
         modules=("command",),
         group='"commutator.commands"',
@@ -119,6 +131,14 @@ KINDS: Mapping[str, PluginKind] = {
 """By the name that the command takes, which is also that of the catalog of plugins."""
 
 
+_HELP = f"""\
+Make a Python package for a plugin of your own.
+
+KIND is one of: {", ".join(KINDS)}. NAME is the plugin's `kind` in a configuration, or the command.
+
+The package works at once: it has an entry point, options, tests on the conformance suite of its
+kind, and a cluster.yaml that uses it.
+"""
 _DEPLOYMENT = """\
 `cluster.yaml` is a small deployment that uses the plugin. Its model is `{source}`; set
 `models[0].source` to use another one.
@@ -126,8 +146,10 @@ _DEPLOYMENT = """\
 """
 
 
-@click.command("new-plugin", epilog="Example: commutator new-plugin router sticky_sessions")
-@click.argument("kind", type=click.Choice(list(KINDS)), metavar=f"{'|'.join(KINDS)}")
+@click.command(
+    "new-plugin", help=_HELP, epilog="Example: commutator new-plugin router sticky_sessions"
+)
+@click.argument("kind", type=click.Choice(list(KINDS)), metavar="KIND")
 @click.argument("name", metavar="NAME")
 @click.option(
     "--folder",
@@ -135,12 +157,11 @@ _DEPLOYMENT = """\
     help="Where to make the package; by default a folder NAME here.",
 )
 def new_plugin(kind: str, name: str, folder: Path | None) -> None:
-    """Make a Python package for a plugin of your own.
-
-    It works at once: it has an entry point, options, tests on the conformance suite of its kind,
-    and a cluster.yaml that uses it. NAME is its `kind` in a configuration, or the command.
-    """
+    """Make a Python package for a plugin of your own."""
     name = name.replace("-", "_")
+    root = click.get_current_context().find_root()
+    if kind == "command" and isinstance(root.command, click.Group):
+        _check_command(name.replace("_", "-"), root.command.list_commands(root))
     _check_name(kind, name)
     folder = Path(name) if folder is None else folder
     if folder.is_dir() and any(folder.iterdir()):
@@ -169,6 +190,7 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
         "distribution": package.replace("_", "-"),
         "summary": about.summary,
         "page": about.page,
+        "module": about.module,
         "source": small_model() or "package:commutator_smollm2",
         "requirements": _quoted(
             "attrs>=24.2", _requirement("commutator"), *map(_requirement, about.needs)
@@ -249,6 +271,14 @@ def _check_name(kind: str, name: str) -> None:
         )
 
 
+def _check_command(name: str, commands: Iterable[str]) -> None:
+    """Raises click.BadParameter if it is one of ``commands``."""
+    if name in commands:
+        raise click.BadParameter(
+            f'"{name}" is already a command of commutator; choose another name', param_hint="NAME"
+        )
+
+
 def _say_what_next(kind: str, name: str, folder: Path) -> None:
     about = KINDS[kind]
     rows = [
@@ -264,4 +294,4 @@ def _say_what_next(kind: str, name: str, folder: Path) -> None:
     click.secho("Next:", bold=True)
     for command in (f"cd {folder}", "pip install -e '.[test]' && pytest", *_usage(about, name)):
         click.echo(f"  {command}")
-    click.echo(f"How to go on: {about.page} in Commutator's repository")
+    click.echo(f"How to go on: python -m pydoc {about.module}, or {about.page} of a checkout")

@@ -38,11 +38,19 @@ class LimiterContract:
     shares: bool = True
     """Whether front doors count together. If not, each admits as much as a limit says."""
 
+    counts_everybody: bool = False
+    """Whether principals without limits count, too, as there is a limit of the limiter's own."""
+
     @pytest.mark.asyncio
-    async def test_a_principal_without_limits_does_not_count(self, limiter: Limiter) -> None:
+    async def test_a_principal_without_limits_counts_where_all_do(self, limiter: Limiter) -> None:
         async with self.doors(limiter) as (door,):
             for limits in (Limits(), Limits(answers=1, max_model_len=100)):
-                assert not door.begin(Principal(name="ada", limits=limits))
+                ada = Principal(name="ada", limits=limits)
+                assert door.begin(ada) == self.counts_everybody
+                if self.counts_everybody:
+                    ticket = await door.admit(ada, _TOKENS)
+                    assert isinstance(ticket.standing, Standing)
+                    door.end(ada, ticket, _TOKENS)
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("count", [1, 2])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from multidict import CIMultiDict
 
 from commutator.contract.answer import (
     AnswerEvent,
@@ -22,7 +25,10 @@ from commutator.contract.answer import (
     ReasoningContent,
     Usage,
 )
-from commutator.contract.protocol import DoorFacts, MountedProtocol, Protocol
+from commutator.contract.protocol import DoorFacts, Example, MountedProtocol, Protocol
+from commutator.errors import CommutatorError
+from commutator.frontend import Call, to_failure
+from commutator.frontend.limits import TimeLimit, TimeLimits
 
 __all__ = ["RECORDED", "ProtocolContract", "Said"]
 
@@ -33,6 +39,8 @@ Recorded = Sequence[tuple[int, AnswerEvent]]
 Said = list[dict[str, object]]
 """For each answer: `content`, `reasoning` (texts), `calls` [(name, JSON of the arguments)] and
 `finish`, as far as a protocol says them."""
+
+_INTERNAL = 500
 
 RECORDED: dict[str, Recorded] = {
     "text": [
@@ -124,6 +132,7 @@ class ProtocolContract:
             assert route.path.startswith("/")
 
     def test_errors_have_a_body(self, mounted: MountedProtocol) -> None:
+        assert "/" in mounted.failed_type
         assert FAILURE.message.encode() in mounted.failed(FAILURE)
 
     def test_an_example_leads_to_one_of_its_routes(
@@ -132,6 +141,27 @@ class ProtocolContract:
         example = protocol.example("http://door:1", "m")
         assert example.api_url.startswith("http://door:1")
         assert ("POST", example.path) in {(r.method, r.path) for r in mounted.routes()}
+
+    @pytest.mark.asyncio
+    async def test_an_example_is_no_mistake_of_its_client(
+        self, protocol: Protocol[Any, Any], mounted: MountedProtocol
+    ) -> None:
+        """Its route reads it, up to where the deployment is asked for an answer."""
+        example = protocol.example("http://door:1", "m")
+        call = _ExampleCall(example, mounted)
+        handle = next(
+            route.handle
+            for route in mounted.routes()
+            if (route.method, route.path) == ("POST", example.path)
+            and (route.is_mine is None or route.is_mine(call.headers))
+        )
+        try:
+            await handle(call)
+        except _AnsweringError:
+            return
+        except (CommutatorError, Failure) as error:
+            failure = to_failure(error, call.request_id)
+            assert failure.status >= _INTERNAL, f"the example is refused: {failure.message}"
 
     def test_recorded_streams_are_said_streamed_and_whole(self) -> None:
         for name, recorded in RECORDED.items():
@@ -175,6 +205,57 @@ class ProtocolContract:
             writer.keep([one])
         assert writer.kept_bytes >= 0
         return self.can_say(writer, self.read_whole(b"".join(writer.whole(USAGE))))
+
+
+class _AnsweringError(Exception):
+    """The route answers, or asks the deployment for it: the request was read by then."""
+
+
+class _NoServices:
+    """Stands for the services of a front door."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _AnsweringError(name)
+
+
+class _ExampleCall(Call):
+    """An example as it comes to a route. No answer is needed."""
+
+    peer = None
+    forwarded = ()
+    begun = False
+
+    def __init__(self, example: Example, protocol: MountedProtocol) -> None:
+        headers = CIMultiDict({"Content-Type": example.content_type})
+        services: Any = _NoServices()
+        super().__init__(services, "r", example.path, "POST", example.path, headers)
+        self.protocol = protocol
+        self._example = example
+
+    def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
+        given = self._example.content_type
+        expected = types or ("application/json",)
+        assert given in expected, f"the example is {given}; its route reads {expected}"
+        return nullcontext()
+
+    async def read(self) -> bytes:
+        self.body = self._example.text.encode()
+        return self.body
+
+    def time_limit(self) -> TimeLimit:
+        return TimeLimits().of(60.0)
+
+    async def reply(self, parts: list[bytes], content_type: str = "") -> None:
+        raise _AnsweringError
+
+    async def begin(self, content_type: str, status: int = 200, **more: Any) -> None:
+        raise _AnsweringError
+
+    async def write(self, data: bytes) -> None:
+        raise _AnsweringError
+
+    async def end(self, last: bytes = b"") -> None:
+        raise _AnsweringError
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
