@@ -395,13 +395,13 @@ _OF_PROTOCOL = {field.name for field in attrs_fields(OpenAiConfig)} - {"kind"}
 
 
 def frontend_config(**options: Any) -> FrontendConfig:
-    """One door of kind `http` that speaks `openai`; ``admin`` is that of operators."""
+    """One door of kind `http` that speaks `openai`, or ``protocols``; ``admin`` is operators'."""
     of_process = {name: options.pop(name) for name in _OF_PROCESS & options.keys()}
     of_protocol = {name: options.pop(name) for name in _OF_PROTOCOL & options.keys()}
     admin = options.pop("admin", None)
     if admin is not None:
         options["operations"] = "off"
-    protocols = (OpenAiConfig(kind="openai", **of_protocol),)
+    protocols = options.pop("protocols", (OpenAiConfig(kind="openai", **of_protocol),))
     doors = [HttpConfig(protocols=protocols, **options)]
     if admin is not None:
         doors.append(HttpConfig(operations="open", max_connections=64, **admin))

@@ -18,6 +18,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from commutator import __version__
+from commutator import plugins as loading
 from commutator.cli import added
 from commutator.cli.added import GROUP
 from commutator.cli.main import COMMANDS, main
@@ -322,6 +323,37 @@ def test_a_plugin_whose_commands_are_wrong_is_named_and_the_others_work(
     assert "plugin broken: command broken cannot be imported: ImportError(" in done.stderr
     assert "command no-command: expected a click.Command, got " in run("no-command").stderr
     assert "plugin not_installed: " in run("other").stderr, "it may have the command"
+
+
+def test_commands_that_are_not_loaded_are_not_listed_as_if(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never() -> click.Command:
+        raise AssertionError("it was not used")
+
+    points = [
+        plugin_of_commands(
+            monkeypatch,
+            "some",
+            ("serve", "Serve better.", never),
+            ("hello", "Greet the user.", never),
+            ("greet twice", "Greet twice.", never),
+            ("config twice", "Check twice.", never),
+        )
+    ]
+    monkeypatch.setattr(added, "entry_points", lambda group: points)
+    monkeypatch.setattr(loading, "entry_points", lambda group: points if group == GROUP else [])
+    (told,) = (one for one in json.loads(run("plugins", "--json").stdout) if one["name"] == "some")
+    assert told["commands"] == ["hello"]
+    assert told["problem"].split("; command ") == [
+        'command "serve": commutator itself has it; choose another name',
+        '"greet twice": there is no group greet; register "greet" alone, with a click.Group',
+        '"config twice": config takes no commands of others; choose another name',
+    ]
+    listed = run("plugins").output
+    assert "    command hello\n" in listed
+    assert "    command serve\n" not in listed
+    assert '    not loaded: command "serve": commutator itself has it' in listed
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -35,7 +40,10 @@ def test_every_file_is_valid(kind: str, root: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     if KINDS[kind].deployed:
         assert yaml.safe_load((tmp_path / "cluster.yaml").read_text())
-    assert (root / KINDS[kind].page).is_file()
+    page, _, anchor = KINDS[kind].page.partition("#")
+    headings = re.findall(r"^#+ (.*)$", (root / page).read_text(), re.MULTILINE)
+    assert not anchor or anchor in {re.sub(r"[^\w -]", "", line).lower() for line in headings}
+    assert find_spec(KINDS[kind].module) is not None
 
 
 def test_it_says_what_it_made_and_what_next(tmp_path: Path) -> None:
@@ -80,6 +88,55 @@ def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, problem: st
     assert done.exit_code == 2
     assert problem in " ".join(done.stderr.split())
     assert not (tmp_path / "plugin").exists()
+
+
+@pytest.mark.parametrize("name", ["serve", "new-plugin", "top"])
+def test_a_command_that_there_is_is_refused(tmp_path: Path, name: str) -> None:
+    done = run("command", name, "--folder", str(tmp_path / "plugin"))
+    assert done.exit_code == 2
+    assert f'"{name}" is already a command of commutator; choose another name' in done.stderr
+    done = run("router", "serve", "--folder", str(tmp_path / "plugin"))
+    assert done.exit_code == 0, "which is no command"
+
+
+def test_it_names_what_is_installed_to_read_on(tmp_path: Path) -> None:
+    done = run("limiter", "my_own", "--folder", str(tmp_path / "plugin"))
+    last = done.output.splitlines()[-1]
+    assert "python -m pydoc commutator.contract.limiter" in last
+    assert "python -m pydoc commutator.contract.limiter" in (
+        (tmp_path / "plugin" / "README.md").read_text()
+    )
+
+
+def test_the_generated_command_takes_url_and_key_of_the_environment() -> None:
+    made: dict[str, Any] = {"__name__": "made"}
+    exec(dict(plugin_files("command", "mine"))["src/commutator_mine/command.py"], made)
+    keys = []
+
+    class Door(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            self.send_response(200 if self.path == "/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Door) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for key, sent in [("cmt-1", "Bearer cmt-1"), (None, None)]:
+            env = {"COMMUTATOR_URL": f"{url}/", "COMMUTATOR_API_KEY": key}
+            done = CliRunner().invoke(made["command"], [], env=env)
+            assert done.output == f"{url}/ is ready\n"
+            assert keys.pop() == sent
+        server.shutdown()
+
+
+def test_its_help_lists_the_kinds() -> None:
+    told = " ".join(run("--help").output.split())
+    assert "new-plugin [OPTIONS] KIND NAME" in told
+    assert f"KIND is one of: {', '.join(KINDS)}." in told
 
 
 def test_an_unknown_kind_names_the_known_ones() -> None:

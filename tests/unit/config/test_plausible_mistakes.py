@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from commutator.auth.keys import expiry_unix_s
+from commutator.auth.unlimited import UnlimitedLimiter
 from commutator.cli.likely_mistakes import warnings_of
 from commutator.config.load import load_config
+from commutator.contract.limiter import LimiterConfig
+from commutator.contract.principal import AuthenticatorConfig
+from commutator.contract.registration import Origin
 from commutator.errors import ConfigError
 
 MINIMAL = """
@@ -43,6 +48,22 @@ def warnings(tmp_path: Path, text: str, sets: Sequence[str] = ()) -> list[str]:
 )
 def test_a_kind_alone_shows_how_it_is_written(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in problems(tmp_path, text)
+
+
+def test_a_limiter_that_nobody_is_asked_for_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL)
+    loaded = load_config([tmp_path / "c.yaml"], environ={})
+    host = loaded.host
+    origin = Origin(plugin="mine", distribution="tests")
+    host.limiters.add(origin, "mine", LimiterConfig, UnlimitedLimiter, "alpha")
+    asked = AuthenticatorConfig(kind="keys")
+    for kind, auth, count in [
+        ("mine", (), 1), ("mine", (asked,), 0), ("ledger", (), 0), ("unlimited", (), 0)
+    ]:  # fmt: skip
+        config = evolve(loaded.config, limiter=LimiterConfig(kind=kind), auth=auth)
+        found = [line for line in warnings_of(config, host) if line.startswith("limiter: ")]
+        assert len(found) == count
+    del host.limiters.kinds["mine"]
 
 
 def test_of_equally_near_names_the_one_that_begins_alike_is_meant(tmp_path: Path) -> None:
@@ -81,7 +102,7 @@ def test_the_same_port_at_different_addresses_is_fine(tmp_path: Path) -> None:
 def test_a_blocked_plugin_that_is_not_installed_is_warned_of(tmp_path: Path) -> None:
     (warning,) = warnings(tmp_path, "plugins: {block: [sglangg, vllm]}")
     assert warning.startswith(
-        'plugins.block[0]: no plugin "sglangg" is installed; installed: balance, builtin, '
+        'plugins.block[0]: no plugin "sglangg" is installed; installed: anthropic, balance, '
     )
 
 
