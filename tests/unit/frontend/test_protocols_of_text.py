@@ -188,6 +188,7 @@ def test_protocols_that_claim_one_route_are_named() -> None:
         (),
         ("openai",),
         ("openai", "anthropic"),  # which tells its callers by their headers
+        ("responses", "openai"),  # which yields what it only hands on
         ("openai", "echo"),
         ("eager", "echo"),  # which cannot be compared before the start
     ],

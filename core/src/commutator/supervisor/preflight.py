@@ -17,7 +17,7 @@ from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
 from commutator.contract.door import FrontendConfig
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
-from commutator.contract.protocol import DoorFacts, ProtocolConfig
+from commutator.contract.protocol import DoorFacts, ProtocolConfig, Route
 from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
@@ -77,8 +77,9 @@ def _of_routes(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
     for index, door in enumerate(frontend.doors):
         if len(door.protocols) == 1:
             continue  # what answers is not imported only to be compared with nothing
-        path, first = door_path(frontend, index), dict[tuple[str, str], int]()
+        path = door_path(frontend, index)
         facts = DoorFacts(needs_key=False, operations=door.operations != "off")
+        claims: dict[tuple[str, str], list[tuple[int, Route]]] = {}
         for number, entry in enumerate(door.protocols):
             try:
                 routes = host.protocols.kinds[entry.kind].thing.mount(entry, _LATER, facts).routes()
@@ -87,12 +88,16 @@ def _of_routes(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
             except ConfigError as error:
                 yield from (f"{path}.protocols[{number}].{each}" for each in error.problems)
                 continue
-            claims = {(route.method, route.path) for route in routes if route.is_mine is None}
-            taken = sorted(claims & first.keys())
-            if taken:
-                before = first[taken[0]]
-                yield _claimed(path, door.protocols, (before, number), taken)
-            first.update(dict.fromkeys(claims - first.keys(), number))
+            for route in routes:
+                claims.setdefault((route.method, route.path), []).append((number, route))
+        contested: dict[tuple[int, int], list[tuple[str, str]]] = {}
+        for where, given in claims.items():
+            kept = [(number, route) for number, route in given if not route.yields] or given
+            others = [number for number, route in kept if route.is_mine is None]
+            for number in others[1:]:
+                contested.setdefault((others[0], number), []).append(where)
+        for numbers, wheres in contested.items():
+            yield _claimed(path, door.protocols, numbers, sorted(wheres))
 
 
 def _claimed(
