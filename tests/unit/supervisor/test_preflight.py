@@ -63,8 +63,7 @@ def test_wrong_defaults_of_a_model_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
     (problem,) = problems(tmp_path, source=str(tmp_path))
-    expected = "models[0].source: generation_config.json: top_p: expected a number above 0, at most 1, got 2"
-    assert problem.startswith(expected)
+    assert "generation_config.json: top_p: expected a number above 0, at most 1" in problem
 
 
 @pytest.mark.parametrize(

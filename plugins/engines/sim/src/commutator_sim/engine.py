@@ -26,6 +26,7 @@ from commutator_engine_kit.kv.transfer import (
 )
 from commutator_sim.answers import Answer, Script, plan_answer, refuse_what_needs_a_model
 from commutator_sim.config import SimConfig
+from commutator_sim.constrained import KINDS, constrained_text
 from commutator_sim.events import (
     Event,
     Finished,
@@ -143,6 +144,8 @@ class SimEngine(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            continues_constraints=True,
+            constraints=() if self._text is None else KINDS,
             adapters=True,
             handover=None if self._handover is None else self._handover.info,
         )
@@ -266,13 +269,16 @@ class SimEngine(TokenEngine):
         prompt_length = len(request.token_ids) - done
         if not 0 <= done < len(request.token_ids):
             raise RequestError(f"generated_prefix: {done} of {len(request.token_ids)} tokens")
+        sampling, says = request.sampling, self._says(request, request.token_ids[:prompt_length])
+        if request.constraint is not None:  # its text is the whole answer
+            sampling = evolve(sampling, min_tokens=0, ignore_eos=False)
         answer = plan_answer(
             request.token_ids[:prompt_length],
-            request.sampling,
+            sampling,
             room=self._max_model_len - prompt_length,
             natural_tokens=self._config.answer_tokens,
             text=self._text,
-            says=self._script.says(request.token_ids[:prompt_length]),
+            says=says,
         )
         if done >= len(answer.token_ids):
             raise RequestError(
@@ -280,6 +286,19 @@ class SimEngine(TokenEngine):
                 f"{len(answer.token_ids)}"
             )
         return evolve(answer, token_ids=answer.token_ids[done:]) if done else answer
+
+    def _says(self, request: GenerateRequest, prompt: Sequence[int]) -> Sequence[int] | None:
+        """What the answer is if not the prompt again. Raises RequestError."""
+        constraint, text = request.constraint, self._text
+        if constraint is None:
+            return self._script.says(prompt)
+        if text is None:
+            raise RequestError("response_format: this worker has no tokenizer to follow it with")
+        seed = hash(
+            (request.sampling.seed or 0, *prompt)
+        )  # the same in each process, as of integers
+        said = constrained_text(constraint, seed)
+        return [*constraint.after, *text.encode(said, add_special_tokens=False)]
 
     # ----------------------------------------------------------------------- time
 
