@@ -195,7 +195,7 @@ class _Maker:
             _refuse("bounds that no number meets")
         low = least if least > -math.inf else min(0.0, most - 1)
         high = most if most < math.inf else max(low + 1, 1.0)
-        value = low if low == high else low + (high - low) / 2
+        value: float = low if low == high else low + (high - low) / 2
         if (
             value < least
             or value > most
@@ -209,7 +209,7 @@ class _Maker:
         return value
 
     def _boolean(self, _own: Mapping[str, Any], _depth: int) -> bool:
-        return self._chance.random() < 0.5  # noqa: PLR2004
+        return self._chance.choice((True, False))
 
     def _null(self, _own: Mapping[str, Any], _depth: int) -> None:
         return None
