@@ -16,7 +16,7 @@ from commutator.errors import ConfigError
 from commutator_http.app import build_app
 from commutator_http.config import HttpConfig, TlsConfig
 
-OPEN = ["/live", "/ready"]
+OPEN = ["/live", "/ready", "/healthz", "/ping"]
 PROTECTED = [
     ("GET", "/v1/models"),
     ("GET", f"/v1/models/{MODEL}"),
@@ -227,3 +227,13 @@ async def test_a_session_reaches_policies_and_engines_as_one(
         (request,) = dispatcher.requests
         (caller,) = dispatcher.callers
     assert (request.session, caller.session_id) == (session, session)
+
+
+async def test_usual_probes_answer_and_no_answer_tells_versions(
+    keys: tuple[Secret, ...],
+) -> None:
+    async with front_door(FakeDispatcher(), api_keys=keys) as door:
+        for path, status in (("/healthz", 200), ("/ping", 200), ("/version", 401), ("/live", 200)):
+            async with door.session.get(door.url + path) as answer:
+                assert answer.status == status, path
+                assert answer.headers["Server"] == "commutator"

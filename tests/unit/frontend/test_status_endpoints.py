@@ -285,3 +285,14 @@ async def test_openapi_describes_what_is_answered() -> None:
 def check(document: dict[str, object], name: str, value: object) -> None:
     schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
     jsonschema.Draft202012Validator(schema).validate(value)
+
+
+async def test_a_slash_at_the_end_does_not_matter() -> None:
+    async with front_door(FakeDispatcher()) as door:
+        async with door.session.get(f"{door.url}/v1/models") as plain:
+            listed = await plain.json()
+        async with door.session.get(f"{door.url}/v1/models/") as answer:
+            assert (answer.status, await answer.json()) == (200, listed)
+        body = {"model": MODEL, "prompt": "Hi"}
+        async with door.session.post(f"{door.url}/v1/completions/", json=body) as answer:
+            assert answer.status == 200

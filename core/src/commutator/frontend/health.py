@@ -26,7 +26,7 @@ __all__ = [
     "merged_pages",
 ]
 
-PROBE_PATHS = frozenset({"/live", "/ready"})
+PROBE_PATHS = frozenset({"/live", "/ready", "/healthz", "/ping"})
 """They tell everyone only whether the process answers, and whether it can serve."""
 
 OPERATIONS_PATHS = frozenset({"/health", "/metrics"})
@@ -97,6 +97,7 @@ def health_routes(
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     handlers: dict[str, Handler] = {"/live": live, "/ready": ready}
+    handlers |= {"/healthz": live, "/ping": live}  # as others call it
     if not probes_only:
         handlers |= {"/health": health, "/metrics": metrics}
     return [web.get(path, handler) for path, handler in handlers.items()]

@@ -175,6 +175,7 @@ def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> 
         found = _shared(method, path, routes)
         if "{" not in path and path not in parts.files | OPERATIONS_PATHS:
             parts.routes[method, path] = found
+            parts.routes[method, path + "/"] = found  # as people and clients write it, too
         handler = _handler(found)
         parts.protocols[handler] = found.protocol
         options = {"expect_handler": _expect} if method == "POST" else {}

@@ -354,6 +354,7 @@ class HttpCall(Call):
         """Add the request id and the collected headers."""
         headers, parts = response.headers, self.parts_of_door
         headers[_REQUEST_ID] = self.request_id
+        headers[hdrs.SERVER] = "commutator"  # else aiohttp tells its version and Python's
         if self.answer_headers:
             headers.update(self.answer_headers)
         if self.ticket is not None:

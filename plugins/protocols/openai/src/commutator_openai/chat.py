@@ -102,8 +102,9 @@ class Generations:
                 if await self.pass_through.answered(call, refused, cls):
                     return
                 raise
-            body, unknown = read
-            given = _without_those_of_templates(call, body, hints_given(body))
+            body = read[0]
+            unknown: tuple[str, ...] = read[1]
+            given: Mapping[str, Hint] = _without_those_of_templates(call, body, hints_given(body))
             if given and await self._passed_on(call, given, cls):
                 return
             if given or unknown:
