@@ -125,6 +125,7 @@ dist: $(VENV)/.base
 
 try-wheels: dist
 	$(BIN)/python scripts/try_wheels.py
+	$(BIN)/python scripts/try_wheels.py absences
 
 docs: $(VENV)/.test
 	$(BIN)/python scripts/generate_docs.py

