@@ -55,7 +55,6 @@ USES: dict[str, str | tuple[str, ...]] = {
     "reference": "",
     "replay": ("replay", "--help"),
     "responses": "frontend: {protocols: [{kind: responses}]}",
-    "responses": "frontend: {protocols: [{kind: openai}, {kind: responses}]}",
     "round-robin": "router: {kind: round_robin}",
     "s3": "tiers: [{kind: s3}]",
     "scaffold": ("init", "--yes", "--force"),
