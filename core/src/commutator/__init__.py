@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     )
     from commutator.hookspecs import hookimpl
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KEY_BYTES",

@@ -47,7 +47,7 @@ def good(tmp_path: Path) -> str:
 
 def test_version() -> None:
     said = run("--version").output
-    assert said.startswith(f"commutator {__version__} (plugin contract 0.1, Python 3.")
+    assert said.startswith(f"commutator {__version__} (plugin contract 0.2, Python 3.")
 
 
 def test_help_names_every_command_and_gives_an_example() -> None:

@@ -151,9 +151,9 @@ def test_a_package_requires_what_its_deployment_needs() -> None:
     projects = {kind: tomllib.loads(page)["project"] for kind, page in pages.items()}
     tier, eviction = projects["tier"], projects["eviction"]
     assert tier["dependencies"] == [
-        "attrs>=24.2", "commutator>=0.1,<0.2", "commutator-engine-kit[nixl]>=0.1,<0.2",
-        "commutator-eviction>=0.1,<0.2"
+        "attrs>=24.2", "commutator>=0.2,<0.3", "commutator-engine-kit[nixl]>=0.2,<0.3",
+        "commutator-eviction>=0.2,<0.3"
     ]  # fmt: skip
-    assert "commutator-dram>=0.1,<0.2" in eviction["optional-dependencies"]["test"]
+    assert "commutator-dram>=0.2,<0.3" in eviction["optional-dependencies"]["test"]
     for project in projects.values():
-        assert "commutator[testing]>=0.1,<0.2" in project["optional-dependencies"]["test"]
+        assert "commutator[testing]>=0.2,<0.3" in project["optional-dependencies"]["test"]

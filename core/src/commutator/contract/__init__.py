@@ -17,7 +17,7 @@ CONTRACT_VERSION = (_MAJOR, _MINOR)
 
 Within one contract version names, hooks, arguments and fields are added, never removed, renamed,
 reordered or given another meaning. A plugin states what it was built for in its distribution's
-metadata, as ``commutator>=0.1,<0.2``; the host skips a plugin that was built for another.
+metadata, as ``commutator>=0.2,<0.3``; the host skips a plugin that was built for another.
 """
 
 CONTRACT_CHANGES: Mapping[tuple[int, int], str] = {
