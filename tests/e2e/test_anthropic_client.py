@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -74,13 +75,14 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 def test_more_tokens_than_there_is_room_for_are_cut_and_a_format_is_followed(
     client: anthropic.Anthropic,
 ) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
+    schema: Any = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
     schema |= {"required": ["a"], "additionalProperties": False}
+    described: Any = {"format": {"type": "json_schema", "schema": schema}}
     with client.messages.stream(
         model="m",
         max_tokens=64_000,
         messages=ASKED,
-        output_config={"format": {"type": "json_schema", "schema": schema}},
+        output_config=described,
         extra_body=GREEDY,
     ) as stream:
         said = stream.get_final_message()
@@ -106,7 +108,7 @@ def test_errors_have_the_shape_and_the_class_that_clients_know(
 
 def test_a_key_may_come_as_either_version_of_the_api_has_it(cluster: LocalCluster) -> None:
     for headers in ({"x-api-key": "sk-secret"}, {"Authorization": "Bearer sk-secret"}):
-        body = {"model": "m", "max_tokens": 1, "messages": ASKED}
+        body: Any = {"model": "m", "max_tokens": 1, "messages": ASKED}
         answer = requests.post(f"{cluster.url}/v1/messages", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200
 

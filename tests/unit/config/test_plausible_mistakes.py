@@ -55,7 +55,7 @@ def test_a_limiter_that_nobody_is_asked_for_is_warned_of(tmp_path: Path) -> None
     loaded = load_config([tmp_path / "c.yaml"], environ={})
     host = loaded.host
     origin = Origin(plugin="mine", distribution="tests")
-    host.limiters.add(origin, "mine", LimiterConfig, UnlimitedLimiter, "alpha")
+    host.limiters.add(origin, "mine", LimiterConfig, lambda _: UnlimitedLimiter(), "alpha")
     asked = AuthenticatorConfig(kind="keys")
     for kind, auth, count in [
         ("mine", (), 1), ("mine", (asked,), 0), ("ledger", (), 0), ("unlimited", (), 0)

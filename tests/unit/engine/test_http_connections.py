@@ -190,9 +190,10 @@ async def test_a_body_that_nobody_reads_stops() -> None:
         for number in range(5):
             assert not transports[0].paused, number
             transports[0].receive(piece)
-        assert transports[0].paused
+        paused: list[bool] = [transports[0].paused]
         assert await anext(answer) == piece * 5
-        assert not transports[0].paused
+        paused.append(transports[0].paused)
+        assert paused == [True, False]
         transports[0].receive(piece)
         assert await answer.read() == piece
     await connections.close()
