@@ -89,8 +89,8 @@ def test_a_tool_without_parameters_takes_an_empty_object() -> None:
 @pytest.mark.parametrize(
     ("source", "reads", "choice", "param", "words"),
     [
-        (OBJECTS, True, ToolChoice(mode="required"), "tool_choice", "constraints"),
-        (OBJECTS, True, ToolChoice(mode="named", name="add"), "tool_choice", "constraints"),
+        (NOTHING, True, ToolChoice(mode="required"), "tools", "chat_template"),
+        (OBJECTS, False, ToolChoice(mode="named", name="add"), "tools", "tool_parser"),
         (NOTHING, True, None, "tools", "chat_template"),
         (OBJECTS, False, None, "tools", "tool_parser"),
         (OBJECTS, None, None, "tools", "pip install commutator-parsers"),
@@ -104,6 +104,16 @@ def test_what_is_refused(
     with pytest.raises(RequestError, match=words) as refused:
         check_tools(conversation, ChatTemplate(source, {}), parser)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("mode", ["required", "named"])
+def test_a_parser_that_cannot_force_calls_says_so(mode: Any) -> None:
+    conversation = Conversation(
+        messages=[USER], tools=TOOLS, tool_choice=ToolChoice(mode=mode, name="add")
+    )
+    with pytest.raises(RequestError, match="cannot make it call") as refused:
+        Reading(True).forced(conversation, "")
+    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_parameter")
 
 
 def test_a_history_with_calls_needs_a_template_that_knows_them() -> None:

@@ -61,7 +61,7 @@ CHAT = [
     ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
     ({"tools": [TOOL, TOOL]}, "tools", None),
     ({"tools": [{"type": "mcp", "server_url": "x"}]}, "tools", "unsupported_parameter"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tools", "unsupported_parameter"),
     ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", None),
     ({"functions": [{}]}, "functions", "unsupported_parameter"),

@@ -9,9 +9,11 @@ from attrs import frozen
 
 from commutator.contract.answer import AnswerEvent, FinishKind
 from commutator.contract.conversation import Conversation
+from commutator.contract.request import Constraint
 from commutator.contract.settings import setting
+from commutator.errors import RequestError
 
-__all__ = ["AnswerParser", "Parser", "ParserConfig", "ParserModel"]
+__all__ = ["AnswerParser", "ForcedCalls", "Parser", "ParserConfig", "ParserModel"]
 
 
 @frozen(kw_only=True)
@@ -34,6 +36,17 @@ class ParserModel:
     reasoning: str
     """How its reasoning is read, from the option `reasoning_parser`: "auto", "none", or a name that
     the parser knows."""
+
+
+@frozen(kw_only=True)
+class ForcedCalls:
+    """How an answer is made to be calls of tools."""
+
+    opening: str
+    """What the model would write before the calls, put at the prompt's end. Empty: nothing, or
+    ``constraint`` has it because the answer begins with thoughts."""
+    constraint: Constraint
+    """What the answer has to follow from there on, or after its thoughts."""
 
 
 class AnswerParser(ABC):
@@ -76,5 +89,19 @@ class Parser(ABC):
 
         Calls are looked for where ``conversation`` has tools and does not forbid them.
         ``prompt_end`` are the last characters of the rendered prompt, in which the template may
-        have begun reasoning. ``conversation`` is None for a plain prompt.
+        have begun reasoning. ``conversation`` is None for a plain prompt. Where its tool choice is
+        "required" or "named", the answer begins behind ``ForcedCalls.opening``, which is no part of
+        ``prompt_end``.
         """
+
+    def forced(self, conversation: Conversation, prompt_end: str) -> ForcedCalls:
+        """How the model is made to call what the conversation's tool choice says.
+
+        It is "required" or "named". Arguments as of ``answer``. Raises RequestError where the
+        parser does not know how, as by default.
+        """
+        raise RequestError(
+            'tool_choice: the parser of this model cannot make it call a tool; use "auto"',
+            "tool_choice",
+            "unsupported_parameter",
+        )

@@ -65,15 +65,7 @@ def _is_of_tools(message: Message) -> bool:
 def check_tools(
     conversation: Conversation, template: ChatTemplate | None, parser: Parser | None
 ) -> None:
-    """Raises RequestError for tools that have to be called, or whose calls are not read."""
-    choice = conversation.tool_choice
-    if choice is not None and choice.mode in {"required", "named"}:
-        raise RequestError(
-            "tool_choice: no engine of this model is made to call a tool, which needs constraints; "
-            'use "auto"',
-            "tool_choice",
-            NOT_SERVED,
-        )
+    """Raises RequestError for tools that the model is not told of, or whose calls are not read."""
     check_template(conversation, template)
     if offered_tools(conversation) and (parser is None or not parser.reads_calls):
         raise RequestError(

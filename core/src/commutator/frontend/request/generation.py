@@ -99,6 +99,9 @@ class Plan:
     """How often an answer may change its worker; None leaves it to the configuration."""
     parser: Callable[[], AnswerParser] | None = None
     """Makes what reads one answer, already begun; None: an answer is text."""
+    forced: str | None = None
+    """The mode of a tool choice, "required" or "named", that the constraint of the requests is for;
+    None: it is the client's own, or there is none."""
 
 
 class Choice:

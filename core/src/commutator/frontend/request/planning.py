@@ -10,7 +10,7 @@ from attrs import define, evolve
 
 from commutator.auth.rights import allowed_priority, check_answers, require, salted
 from commutator.contract.conversation import Conversation, Generate, Message, Text, ToolResult
-from commutator.contract.parser import AnswerParser, Parser
+from commutator.contract.parser import AnswerParser, ForcedCalls, Parser
 from commutator.contract.principal import Principal
 from commutator.contract.request import Caller, GenerateRequest, KvRetention, SamplingParams
 from commutator.errors import RequestError
@@ -65,14 +65,20 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     conversation, limit = asked.conversation, target.max_model_len
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
+    forced = _forced_calls(target.parser, conversation, rendered)
+    if forced is not None:  # there is no text that another constraint could be for
+        asked = evolve(asked, constraint=forced.constraint)
+    opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
-        rendered, salt=salt, add_special_tokens=False, max_tokens=limit
+        rendered + opening, salt=salt, add_special_tokens=False, max_tokens=limit
     )
     read, thinks_until = _answer_parser(target.parser, conversation, rendered)
     if asked.constraint is not None and thinks_until is not None:
         after = tuple(target.text.encode(thinks_until, add_special_tokens=False))
         asked = evolve(asked, constraint=evolve(asked.constraint, after=after))
     plan = _plan(asked, target, salt, [prompt], read)
+    if forced is not None and conversation.tool_choice is not None:
+        plan = evolve(plan, forced=conversation.tool_choice.mode)
     marked = _marked(conversation)
     if not marked:
         return plan
@@ -101,6 +107,16 @@ async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Pl
             "echo",
         )
     return evolve(plan, echoes=tuple(text for text in texts for _ in range(asked.answers)))
+
+
+def _forced_calls(
+    parser: Parser | None, conversation: Conversation, rendered: str
+) -> ForcedCalls | None:
+    """How the model is made to call tools; None: it is not."""
+    choice = conversation.tool_choice
+    if parser is None or choice is None or choice.mode not in {"required", "named"}:
+        return None
+    return parser.forced(conversation, rendered[-_PROMPT_END:])
 
 
 def _answer_parser(

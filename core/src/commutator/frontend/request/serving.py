@@ -7,10 +7,11 @@ from functools import partial
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
 from commutator.contract.conversation import Generate
+from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.request.call import Call
 from commutator.frontend.request.generation import Generation
-from commutator.frontend.request.planning import Plan, Target, make_plan
+from commutator.frontend.request.planning import NOT_SERVED, Plan, Target, make_plan
 from commutator.frontend.work import WorkPool
 
 __all__ = ["answer"]
@@ -84,6 +85,10 @@ async def answer(
                     await _stream(call, generation, writer, written)
                     return
                 parts = await _collect(generation, writer, services.work)
+            except RequestError as refused:
+                if plan.forced is not None and refused.param == "response_format":
+                    raise _of_tools(refused) from refused
+                raise
             finally:
                 call.generating = False
                 if not call.begun:
@@ -96,6 +101,11 @@ async def answer(
 def _leaves_length_open(asked: Generate) -> bool:
     """The client of a chat left the longest answer to the model."""
     return asked.max_tokens is None and asked.conversation is not None
+
+
+def _of_tools(refused: RequestError) -> RequestError:
+    """An engine's refusal of a constraint, where that is for calls of tools."""
+    return RequestError(f"tool_choice: {refused}", "tool_choice", refused.code or NOT_SERVED)
 
 
 async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool) -> list[bytes]:

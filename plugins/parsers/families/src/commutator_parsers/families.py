@@ -101,7 +101,7 @@ _DEEPSEEK = NamedCalls(
 )
 _MISTRAL = EitherCalls(
     openers=("[TOOL_CALLS]",),
-    with_names=_json("[TOOL_CALLS]"),
+    with_names=_json("[TOOL_CALLS]", listed=True),
     behind_names=NamedCalls(
         openers=("[TOOL_CALLS]",), separators=("[ARGS]",), id_marker="[CALL_ID]"
     ),
@@ -174,7 +174,7 @@ FAMILIES: Mapping[str, Family] = {
         grammar=_invoke("minimax:", "", "tool_call"), signs=(("<minimax:tool_call>",),)
     ),
     "minimax_m1": Family(
-        grammar=_json("<tool_calls>", closers=("</tool_calls>",)),
+        grammar=_json("<tool_calls>", closers=("</tool_calls>",), after_opener="\n"),
         signs=(("<tool_calls>", "<end_of_sentence>"),),
     ),
     "hunyuan_v3": Family(
@@ -283,48 +283,65 @@ FAMILIES: Mapping[str, Family] = {
         signs=(("func_name1(params_name1",),),
     ),
     "llama3_json": Family(
-        grammar=JsonCalls(openers=("<|python_tag|>",), line_openers=("{",), spaced=False),
+        grammar=JsonCalls(
+            openers=("<|python_tag|>",),
+            line_openers=("{",),
+            spaced=False,
+            argument_key="parameters",
+        ),
         signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
     "apertus": Family(
-        grammar=_json("<|tools_prefix|>", closers=("<|tools_suffix|>",), keyed=True),
+        grammar=_json("<|tools_prefix|>", closers=("<|tools_suffix|>",), keyed=True, listed=True),
         signs=(("<|tools_prefix|>",),),
     ),
     "granite": Family(
-        grammar=_json("<|tool_call|>", "<tool_call>", closers=("</tool_call>",)),
+        grammar=_json("<|tool_call|>", "<tool_call>", closers=("</tool_call>",), listed=True),
         silent=("<response>", "</response>"),
         signs=(("<|tool_call|>",),),
     ),
-    "phi4": Family(grammar=_json("functools"), signs=(("functools[",), ("<|tool|>",))),
+    "phi4": Family(grammar=_json("functools", listed=True), signs=(("functools[",), ("<|tool|>",))),
     "nemotron": Family(
-        grammar=_json("<TOOLCALL>", closers=("</TOOLCALL>",)), signs=(("<TOOLCALL>",),)
+        grammar=_json("<TOOLCALL>", closers=("</TOOLCALL>",), listed=True), signs=(("<TOOLCALL>",),)
     ),
     "internlm": Family(
         grammar=_json(
-            "<|action_start|><|plugin|>", "<|action_start|>", closers=("<|action_end|>",)
+            "<|action_start|><|plugin|>",
+            "<|action_start|>",
+            closers=("<|action_end|>",),
+            argument_key="parameters",
+            after_opener="\n",
         ),
         signs=(("<|plugin|>",),),
     ),
     "cohere": Family(
-        grammar=_json("<|START_ACTION|>", "Action:", closers=("<|END_ACTION|>", "```")),
+        grammar=_json(
+            "<|START_ACTION|>",
+            "Action:",
+            closers=("<|END_ACTION|>", "```"),
+            listed=True,
+            name_key="tool_name",
+            argument_key="parameters",
+        ),
         silent=_COHERE_SILENT,
         signs=(("<|START_ACTION|>",), ("<|CHATBOT_TOKEN|>", "Action:")),
     ),
     "ernie": Family(
-        grammar=_json("<tool_call>", closers=("</tool_call>",)),
+        grammar=_json("<tool_call>", closers=("</tool_call>",), after_opener="\n"),
         silent=("<response>", "</response>"),
         signs=(("<tool_call>", "<response>"),),
     ),
     "hunyuan": Family(
-        grammar=_json("<tool_calls>", closers=("</tool_calls>",)),
+        grammar=_json("<tool_calls>", closers=("</tool_calls>",), listed=True),
         silent=("<answer>", "</answer>"),
         signs=(("<tool_calls>", "<answer>"), ("<tool_calls>", "hy_")),
     ),
     "jamba": Family(
-        grammar=_json("<tool_calls>", closers=("</tool_calls>",)), signs=(("<tool_calls>",),)
+        grammar=_json("<tool_calls>", closers=("</tool_calls>",), listed=True),
+        signs=(("<tool_calls>",),),
     ),
     "longcat": Family(
-        grammar=_json("<longcat_tool_call>", closers=("</longcat_tool_call>",)),
+        grammar=_json("<longcat_tool_call>", closers=("</longcat_tool_call>",), after_opener="\n"),
         signs=(("<longcat_tool_call>",),),
     ),
     "xlam": Family(
@@ -332,10 +349,12 @@ FAMILIES: Mapping[str, Family] = {
             openers=("[TOOL_CALLS]", "<tool_call>", "```json"),
             line_openers=("[",),
             closers=("</tool_call>", "```"),
+            listed=True,
         ),
     ),
     "hermes": Family(
-        grammar=_json("<tool_call>", closers=("</tool_call>",)), signs=(("<tool_call>",),)
+        grammar=_json("<tool_call>", closers=("</tool_call>",), after_opener="\n"),
+        signs=(("<tool_call>",),),
     ),
 }
 """The first family whose sign a template holds is detected: the more special one comes first."""

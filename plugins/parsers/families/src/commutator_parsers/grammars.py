@@ -72,6 +72,14 @@ class JsonCalls(Grammar):
 
     keyed: bool = False
     """Each object has one key, the tool's name, with the arguments as its value."""
+    listed: bool = False
+    """The model writes an array, where it is told what to write; otherwise one object."""
+    name_key: str = "name"
+    """What it calls the name, likewise."""
+    argument_key: str = "arguments"
+    """What it calls the arguments, likewise."""
+    after_opener: str = ""
+    """The white space that its template has behind the opener."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps:
         bare = opener in self.line_openers

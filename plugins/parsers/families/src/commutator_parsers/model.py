@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from commutator.contract.conversation import Conversation
-from commutator.contract.parser import AnswerParser, Parser, ParserConfig, ParserModel
+from commutator.contract.parser import (
+    AnswerParser,
+    ForcedCalls,
+    Parser,
+    ParserConfig,
+    ParserModel,
+)
+from commutator.errors import RequestError
 from commutator_parsers.channels import ElementParser, HarmonyParser
 from commutator_parsers.families import FAMILIES, REASONING, detect, detect_reasoning
+from commutator_parsers.forced import (
+    forced_choice,
+    forced_grammar,
+    forced_opening,
+    in_prompt,
+    in_thoughts,
+    special_marks,
+)
 from commutator_parsers.parser import FamilyParser, Thinking
 
 __all__ = ["ModelParser"]
@@ -21,6 +36,8 @@ class ModelParser(Parser):
         template = model.chat_template or ""
         name = detect(template) if config.kind == "auto" else config.kind
         self.family = FAMILIES.get(name or "")
+        self._name = name
+        self._template = template
         self.reads_calls = self.family is not None
         self._specials = frozenset(model.special_tokens)
         self._thinking = self._thinking_of(model.reasoning, template)
@@ -64,7 +81,28 @@ class ModelParser(Parser):
         if conversation is None or not (thinking or grammar or silent):
             return None
         ids = "call" if family is None else family.ids
-        return FamilyParser(thinking, grammar, silent, ids, asked, begins, self._specials)
+        made = FamilyParser(thinking, grammar, silent, ids, asked, begins, self._specials)
+        if begins is None and forced_choice(asked) is not None:
+            form = forced_grammar(grammar, self._template)
+            opening = "" if form is None else forced_opening(form, self._template)
+            made.feed(opening, special_marks(opening, self._specials))
+        return made
+
+    def forced(self, conversation: Conversation, prompt_end: str) -> ForcedCalls:
+        """As of ``Parser``."""
+        family = self.family
+        form = None if family is None else forced_grammar(family.grammar, self._template)
+        if form is None:
+            raise RequestError(
+                f"tool_choice: models of the family {self._name} write calls otherwise than as "
+                'JSON after a marker, and cannot be made to write them; use "auto"',
+                "tool_choice",
+                "unsupported_parameter",
+            )
+        opening = forced_opening(form, self._template)
+        if _begins_thinking(self._thinking, conversation, prompt_end) is None:
+            return in_prompt(form, opening, conversation)
+        return in_thoughts(form, opening, conversation, self._specials)
 
 
 def _begins_thinking(

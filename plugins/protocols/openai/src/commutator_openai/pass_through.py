@@ -153,7 +153,7 @@ class PassThrough:
             ),
         )
         prompt_tokens = len(token_ids) or len(call.body) // _CHARACTERS_A_TOKEN
-        if call.counts:
+        if call.counts and call.ticket is None:  # an engine's refusal comes after it
             call.ticket = await services.request_limiter.admit(
                 call.principal, prompt_tokens, *stated_answers(call.endpoint, body)
             )

@@ -288,8 +288,8 @@ class ChatRequest(GenerationRequest):
     )
     tool_choice: Annotated[Any, WhichTools()] = setting(
         '"auto", by default, leaves calls to the model; "none" keeps the tools from it. A list of '
-        'allowed tools narrows them. "required" and a named tool need an engine that is told what '
-        "to write, and are refused.",
+        'allowed tools narrows them. "required" and a named tool make the model call, where its '
+        "family writes calls as JSON.",
         None,
     )
     parallel_tool_calls: bool | None = setting(

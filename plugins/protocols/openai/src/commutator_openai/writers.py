@@ -54,6 +54,8 @@ _FINISH: Mapping[FinishKind, FinishReason] = {
     "tool_calls": "tool_calls",
     "refusal": "content_filter",
 }
+_FINISH_OF_NAMED: Mapping[FinishKind, FinishReason] = {**_FINISH, "tool_calls": "stop"}
+"""The client knows that the tool it named is called: OpenAI's API does not say so again."""
 
 
 def event(data: bytes) -> bytes:
@@ -146,6 +148,7 @@ class _Writer(AnswerWriter):
         self.echoes = plan.echoes
         self.text = plan.text
         self.logprobs = logprobs
+        self._finishes = _FINISH if plan.forced != "named" else _FINISH_OF_NAMED
         self.no_logprobs = self.empty_logprobs()
         self._begun: set[int] = set()
         self._count = len(plan.requests)
@@ -166,7 +169,7 @@ class _Writer(AnswerWriter):
                 if one.text or one.logprobs:
                     chunks.append(self.content(number, one))
             elif type(one) is Finish:
-                chunks.append(self.finish(number, encode(_FINISH[one.reason])))
+                chunks.append(self.finish(number, encode(self._finishes[one.reason])))
             else:
                 chunks.append(self.other(number, one))
         return b"".join(chunks)
@@ -192,7 +195,7 @@ class _Writer(AnswerWriter):
                         answer.logprobs.setdefault(name, []).append(inside)
                         answer.size_bytes += len(inside)
             elif type(one) is Finish:
-                answer.finish_reason = _FINISH[one.reason]
+                answer.finish_reason = self._finishes[one.reason]
             else:
                 answer.keep(one)
 
