@@ -206,7 +206,7 @@ def test_stop_strings_end_the_text_alone(client: openai.OpenAI) -> None:
 
 
 def test_what_cannot_be_served_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tool_choice: sim cannot") as refused:
+    with pytest.raises(openai.BadRequestError, match=r"tool_choice: .*sim cannot") as refused:
         client.chat.completions.create(
             model="m", messages=QUESTION, tools=TOOLS, tool_choice="required"
         )

@@ -71,29 +71,30 @@ async def answer(
             call.ticket = await services.request_limiter.admit(
                 call.principal, plan.prompt_tokens, len(plan.requests), stated
             )
-        async with Generation(
-            services.dispatcher,
-            services.metrics,
-            plan,
-            services.logprobs,
-            call.arrived_s,
-            limit.deadline_s,
-        ) as generation:
-            try:
-                if asked.stream:
-                    call.generating = True
-                    await _stream(call, generation, writer, written)
-                    return
-                parts = await _collect(generation, writer, services.work)
-            except RequestError as refused:
-                if plan.forced is not None and refused.param == "response_format":
-                    raise _of_tools(refused) from refused
+        try:
+            async with Generation(
+                services.dispatcher,
+                services.metrics,
+                plan,
+                services.logprobs,
+                call.arrived_s,
+                limit.deadline_s,
+            ) as generation:
+                try:
+                    if asked.stream:
+                        call.generating = True
+                        await _stream(call, generation, writer, written)
+                        return
+                    parts = await _collect(generation, writer, services.work)
+                finally:
+                    call.generating = False
+                    if not call.begun:
+                        _note_routing(call, generation)
+                    _account(call, generation)
+        except RequestError as refused:
+            if plan.forced is None or refused.param not in {None, "response_format"}:
                 raise
-            finally:
-                call.generating = False
-                if not call.begun:
-                    _note_routing(call, generation)
-                _account(call, generation)
+            raise _of_tools(refused) from refused
         await written()
         await call.reply(parts, writer.whole_type)
 
@@ -104,7 +105,10 @@ def _leaves_length_open(asked: Generate) -> bool:
 
 
 def _of_tools(refused: RequestError) -> RequestError:
-    """An engine's refusal of a constraint, where that is for calls of tools."""
+    """An engine's refusal of a constraint, where that is for calls of tools.
+
+    Engines that take clients' requests unchanged may still serve it.
+    """
     return RequestError(f"tool_choice: {refused}", "tool_choice", refused.code or NOT_SERVED)
 
 
