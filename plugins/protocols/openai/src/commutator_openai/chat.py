@@ -250,7 +250,7 @@ def _asked(body: GenerationRequest) -> Generate:
         retention=_retention(body.cache_control),
         migration_limit=body.migration_limit,
         engine_options=body.engine_options or {},
-        constraint=constraint_of(body),
+        constraint=constraint_of(body) if body.is_constrained else None,
         params=_PARAMS,
     )
 

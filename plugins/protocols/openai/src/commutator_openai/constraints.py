@@ -9,7 +9,7 @@ import msgspec
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
-from commutator_openai.requests import GenerationRequest
+from commutator_openai.requests import CONSTRAINT_FIELDS, GenerationRequest
 
 __all__ = ["constraint_of"]
 
@@ -31,17 +31,13 @@ _SGLANG: dict[str, ConstraintKind] = {
     "json_schema": "json_schema",
     "structural_tag": "structural_tag",
 }
-_FIELDS = (
-    *("response_format", "structured_outputs"),
-    *(f"guided_{name}" for name in (*_KINDS, "whitespace_pattern")),
-    *_SGLANG,
-)
-"""The fields of a request that say it."""
 
 
 def constraint_of(body: GenerationRequest) -> Constraint | None:
     """What ``body`` asks for. Raises RequestError that names a field."""
-    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    given = {
+        name: value for name in CONSTRAINT_FIELDS if (value := getattr(body, name)) is not None
+    }
     return _constraint(given.get) if given else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any
 
 from attrs import define, frozen
@@ -25,6 +26,7 @@ from commutator_openai.fields import (
 )
 
 __all__ = [
+    "CONSTRAINT_FIELDS",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -142,6 +144,15 @@ class ChatMessage:
         )
 
 
+CONSTRAINT_FIELDS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_json_object"),
+    *("guided_regex", "guided_choice", "guided_grammar", "guided_structural_tag"),
+    *("guided_whitespace_pattern", "regex", "ebnf", "json_schema", "structural_tag"),
+)
+"""The fields that say what an answer has to follow, in the words of OpenAI, vLLM and SGLang."""
+_constraints = attrgetter(*CONSTRAINT_FIELDS)
+
+
 @define(kw_only=True)  # as above
 class GenerationRequest:
     """What chat and completions have in common. Null always means the default."""
@@ -241,6 +252,11 @@ class GenerationRequest:
     ebnf: Any = setting("SGLang's word for `structured_outputs.grammar`.", None)
     json_schema: Any = setting("SGLang's word for `structured_outputs.json`.", None)
     structural_tag: Any = setting("SGLang's word for `structured_outputs.structural_tag`.", None)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether one of ``CONSTRAINT_FIELDS`` says what the answer follows."""
+        return any(_constraints(self))
 
 
 @define(kw_only=True)  # as above
