@@ -215,6 +215,7 @@ PATHS = [
     *(b"/admin/workers/x/undrain", b"/admin/workers/x/role/prefill", b"/admin/"),
     *(b"/admin/tiers?model=smol", b"/admin/tiers/statistics?worker=x", b"/admin/tiers/verify"),
     *(b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/models/smol", b"/live", b"/ready"),
+    *(b"/healthz", b"/ping"),
     *(b"/admin/planner", b"/admin/planner/explain?at=nan", b"/admin/planner/history"),
     *(b"/admin/planner/explain", b"/admin/planner/explain?at=%00&at=1e999", b"/admin/planner/x"),
     *(path.encode() for path in sorted(PAGE_PATHS)),
@@ -278,8 +279,8 @@ def is_fuzzed(resource: Mapping[str, Any]) -> bool:
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 THE_PAGE = {path.encode() for path in PAGE_PATHS}
-OPEN = {b"/live", b"/ready", *THE_PAGE}
-OPEN_TO_OPERATORS = {b"/live", b"/ready", b"/health", b"/metrics", *THE_PAGE}
+OPEN = {b"/live", b"/ready", b"/healthz", b"/ping", *THE_PAGE}
+OPEN_TO_OPERATORS = {*OPEN, b"/health", b"/metrics"}
 
 
 def test_http_without_a_key(target: FuzzedProcess) -> None:

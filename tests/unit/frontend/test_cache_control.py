@@ -63,7 +63,6 @@ async def test_of_a_message_it_holds_for_the_prompt_up_to_there() -> None:
         ({"type": "ephemeral", "ttl": "31d"}, "cache_control.ttl"),
         ({"type": "ephemeral", "ttl": 300}, "cache_control.ttl"),
         ({"type": "ephemeral", "priority": 11}, "cache_control.priority"),
-        ({"type": "ephemeral", "scope": "global"}, "cache_control.scope"),
     ],
 )
 async def test_what_is_wrong_is_refused(given: dict[str, Any], said: str) -> None:
