@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from attrs import define
 
 from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
-from commutator.launcher.hosted import HostedAgent
+from commutator_ray.hosted import HostedAgent
 
 __all__ = ["HostedAgents"]
 

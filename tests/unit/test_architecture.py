@@ -34,7 +34,7 @@ ROOMS["errors"] = set()
 ROOMS["contract"] = {"errors"}
 PUBLIC = {"backoff", "errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
 PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.py")}
-PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank", "planning"}
+PUBLIC |= {"launcher.child", "launcher.ports", "launcher.process", "planning"}
 # What single plugins of ours use of core beside the faces.
 BESIDE = {
     "commutator_certs": {"trust.identity"},

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commutator.backoff import Backoff
-from commutator.launcher.epochs import Epoch, Epochs, Member
+from commutator_ray.epochs import Epoch, Epochs, Member
 
 SILENCE_S = 10.0
 TICK_S = 0.5

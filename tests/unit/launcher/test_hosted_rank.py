@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from commutator.contract.launcher import AgentPlan, AgentState
-from commutator.launcher.epochs import Beat, Epoch, Epochs, Member
-from commutator.launcher.hosted_rank import HostedRank
+from commutator_ray.epochs import Beat, Epoch, Epochs, Member
+from commutator_ray.hosted_rank import HostedRank
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0

@@ -155,7 +155,8 @@ class AgentPlan:
     grace_s: float
     """Seconds that the agent may take to end after SIGTERM, before it is killed."""
     nodes: int = 1
-    """On how many hosts the worker runs, an agent on each: those of ``HostedRank``."""
+    """On how many hosts the worker runs, an agent on each. The launcher puts beside ``files``
+    a `group.json` with the fields of a ``NodeGroup``, and starts and ends them together."""
 
 
 class AgentState(StrEnum):

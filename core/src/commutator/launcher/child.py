@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from attrs import asdict, frozen
 
 __all__ = [
+    "GROUP",
     "LOG_LEVEL",
     "StartFailure",
     "calm_garbage_collector",
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
 """The environment variable by which the supervisor passes `log.level`."""
+
+GROUP = "group.json"
+"""A file in the folder of an agent that runs one rank of several: the fields of a ``NodeGroup``."""
 
 _NEW_OBJECTS = 10_000
 """New objects until the next garbage collection."""

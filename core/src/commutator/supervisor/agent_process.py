@@ -29,12 +29,12 @@ from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import RETIRED, Registry
 from commutator.errors import CommutatorError, ConfigError, EngineError, RegistryError
 from commutator.launcher.child import (
+    GROUP,
     StartFailure,
     raise_descriptor_limit,
     report_start_failure,
     take_start_failure,
 )
-from commutator.launcher.hosted_rank import GROUP
 from commutator.launcher.process import LocalLauncher
 from commutator.supervisor.hosts import (
     child_environment,

@@ -13,9 +13,9 @@ from typing import Any
 import ray
 
 from commutator.contract.launcher import AgentPlan
-from commutator.launcher.epochs import Beat, Epoch, Epochs, Member
-from commutator.launcher.hosted import HostedAgent
-from commutator.launcher.hosted_rank import HostedRank
+from commutator_ray.epochs import Beat, Epoch, Epochs, Member
+from commutator_ray.hosted import HostedAgent
+from commutator_ray.hosted_rank import HostedRank
 
 __all__ = ["AgentActor"]
 

@@ -13,15 +13,13 @@ from attrs import asdict
 
 from commutator.contract.engine import NodeGroup
 from commutator.contract.launcher import AgentPlan
-from commutator.launcher.epochs import BEAT_S, Beat, Epoch, Member
-from commutator.launcher.hosted import HostedAgent
+from commutator.launcher.child import GROUP
 from commutator.launcher.ports import PortPicker
 from commutator.launcher.process import LocalLauncher
+from commutator_ray.epochs import BEAT_S, Beat, Epoch, Member
+from commutator_ray.hosted import HostedAgent
 
-__all__ = ["GROUP", "HostedRank"]
-
-GROUP = "group.json"
-"""A file beside those of the plan: the fields of a ``NodeGroup``."""
+__all__ = ["HostedRank"]
 
 
 class HostedRank(HostedAgent):
