@@ -42,7 +42,7 @@ from commutator.errors import ConfigError
 from commutator.planning import within
 from commutator_replay.cli import by_planner
 from commutator_replay.planners import OURS, PlannedReplays, PlanReport
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import load_trace
 from commutator_replay.trace import TraceRequest
 from commutator_slo.config import SloConfig
@@ -806,7 +806,9 @@ def _is_positive(written: str) -> bool:
 
 def main(trace: str, file: str, written: str) -> None:
     """Print how planners compare."""
-    replays = PeerReplays(Replays(load_config([Path(file)]), file, trace, Targets(1, 1)))
+    replays = PeerReplays(
+        Replays(load_config([Path(file)]), file, trace, PlannerTargets(ttft_s=1, itl_s=1))
+    )
     names = replays.names(written, "NAMES")
     requests = load_trace(Path(trace))
     Console().print(by_planner([replays.run(name, requests) for name in names]))

@@ -28,10 +28,10 @@ from rich.table import Table
 from bench.peer_planners import PEERS, PeerReplays
 from bench.result import Figure
 from commutator.config.load import load_config
-from commutator.contract.planner import EnginePerformance
+from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator_replay.clairvoyant import work_by_second
 from commutator_replay.planners import PlanReport
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import RateRow, from_rates, is_rates, load_trace, read_rates
 from commutator_replay.trace import TraceRequest
 
@@ -90,7 +90,9 @@ planner:
 """
             )
             loaded = load_config([file])
-            yield PeerReplays(Replays(loaded, str(file), self.name, Targets(1, 1)))
+            yield PeerReplays(
+                Replays(loaded, str(file), self.name, PlannerTargets(ttft_s=1, itl_s=1))
+            )
 
 
 def prepared(name: str, trace: Sequence[TraceRequest]) -> Judged:

@@ -29,6 +29,7 @@ from rich.table import Table
 from bench.peer_policies import ABLATIONS, DYNAMO_WEIGHTS, OURS, POLICIES
 from bench.result import Figure
 from bench.shared_prefixes import documents, tenants
+from commutator.contract.planner import PlannerTargets
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.replay import replay
 from commutator_replay.report import Report, report
@@ -128,7 +129,8 @@ def one_run(setting: Setting, policy: str, seed: int) -> Report:
     workers = [_worker(number, setting.capacity_blocks) for number in range(WORKERS)]
     make = POLICIES.get(policy) or ABLATIONS[policy]
     outcome = replay(setting.requests(seed), workers, make(), seed=seed)
-    return report(policy, outcome, TARGET_TTFT_S, TARGET_ITL_S)
+    targets = PlannerTargets(ttft_s=TARGET_TTFT_S, itl_s=TARGET_ITL_S)
+    return report(policy, outcome, targets)
 
 
 def interval(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float]:

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from commutator.config.load import load_config
-from commutator_replay.setup import Replays, Targets
+from commutator.contract.planner import PlannerTargets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import load_trace
 from commutator_scaffold.local_cluster import LocalCluster
 
@@ -66,7 +67,9 @@ def test_recorded_traffic_replays_as_it_was(tmp_path: Path, kind: str) -> None:
             }
         )
     )
-    replays = Replays(load_config([file]), str(file), str(merged), Targets(2.0, 0.1))
+    replays = Replays(
+        load_config([file]), str(file), str(merged), PlannerTargets(ttft_s=2.0, itl_s=0.1)
+    )
     report = replays.by_router("kv", trace)
     details = [usage.prompt_tokens_details for usage in usages]
     cached = [0 if one is None else one.cached_tokens or 0 for one in details]

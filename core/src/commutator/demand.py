@@ -13,11 +13,43 @@ from typing import Any
 import msgspec
 from attrs import define, evolve, field, frozen
 
-from commutator.contract.planner import Arrivals, SampleSums
+from commutator.contract.planner import Arrivals, SampleSums, length_bucket
 from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
 
-__all__ = ["DoorReport", "DoorReports", "Reported"]
+__all__ = ["ArrivalCounts", "DoorReport", "DoorReports", "Reported"]
+
+
+@define
+class ArrivalCounts:
+    """Counts the requests that arrive for a role, at times of one clock."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    lengths: Counter[int] = field(factory=Counter)
+    gaps_squared_s2: float = 0.0
+    last_s: float | None = None
+
+    def came(self, now_s: float) -> None:
+        if self.last_s is not None:
+            self.gaps_squared_s2 += (now_s - self.last_s) ** 2
+        self.last_s = now_s
+
+    def count(self, uncached_tokens: int, context_tokens: int) -> None:
+        self.requests += 1
+        self.prompt_tokens += uncached_tokens
+        self.context_tokens += context_tokens
+        self.lengths[length_bucket(uncached_tokens)] += 1
+
+    def arrivals(self) -> Arrivals:
+        return Arrivals(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            context_tokens=self.context_tokens,
+            prompt_lengths=dict(self.lengths),
+            gaps_squared_s2=self.gaps_squared_s2,
+        )
 
 
 @frozen(kw_only=True)

@@ -40,7 +40,7 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.planning import FleetPlanner
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.trace import TraceRequest
 
 TARGETS = PlannerTargets(ttft_s=0.5, itl_s=0.05)
@@ -249,7 +249,7 @@ FAST = (
 @pytest.fixture(scope="module")
 def replays() -> PeerReplays:
     loaded = load_config([FILE], sets=FAST)
-    return PeerReplays(Replays(loaded, str(FILE), "trace", Targets(1, 1)))
+    return PeerReplays(Replays(loaded, str(FILE), "trace", PlannerTargets(ttft_s=1, itl_s=1)))
 
 
 @pytest.fixture(scope="module")

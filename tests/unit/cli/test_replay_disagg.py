@@ -15,10 +15,11 @@ from click.testing import CliRunner, Result
 from commutator.cli.main import main
 from commutator.config.load import load_config
 from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.planner import PlannerTargets
 from commutator.contract.registration import Origin
 from commutator.contract.settings import setting
 from commutator.errors import ConfigError
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "replay-disagg.yaml"
@@ -124,7 +125,7 @@ def test_a_policy_whose_options_are_required_is_refused() -> None:
     loaded = load_config([EXAMPLE])
     needy = Origin(plugin="needy", distribution="needy")
     loaded.host.disaggs.add(needy, "needy", NeedyConfig, Mock(), "alpha")
-    replays = Replays(loaded, "replay.yaml", "trace.jsonl", Targets(1, 1))
+    replays = Replays(loaded, "replay.yaml", "trace.jsonl", PlannerTargets(ttft_s=1, itl_s=1))
     with pytest.raises(ConfigError, match=r"needy needs options \(limit\): make it the disagg"):
         replays.disaggregations("always,needy", "--disagg")
 

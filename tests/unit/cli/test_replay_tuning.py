@@ -14,9 +14,10 @@ from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
 from commutator.config.load import load_config
+from commutator.contract.planner import PlannerTargets
 from commutator_replay import tuning as replay_tuning
 from commutator_replay.planners import PlannedReplays, PlanReport
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import load_trace
 from commutator_tuning.tuner import Finding, Tried
 
@@ -93,7 +94,9 @@ def tuned(trace: Path, file: Path, **options: Any) -> PlanReport:
     assert tuning is not None
     planner = evolve(loaded.config.planner, tuning=evolve(tuning, **options))
     loaded = evolve(loaded, config=evolve(loaded.config, planner=planner))
-    planned = PlannedReplays(Replays(loaded, str(file), str(trace), Targets(1.0, 0.03)))
+    planned = PlannedReplays(
+        Replays(loaded, str(file), str(trace), PlannerTargets(ttft_s=1.0, itl_s=0.03))
+    )
     return planned.run("ours", load_trace(trace))
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
 import msgspec
-from attrs import define, field
+from attrs import define
 
 from commutator.contract.disagg import HandoverOutcome
 from commutator.contract.observer import Observer
-from commutator.contract.planner import Arrivals, PlannerConfig, length_bucket
+from commutator.contract.planner import PlannerConfig
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.contract.worker import Role
-from commutator.demand import DoorReport
+from commutator.demand import ArrivalCounts, DoorReport
 from commutator.errors import CommutatorError
 from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.registry.claims import PLANNER
@@ -49,36 +48,6 @@ class _Tuned(msgspec.Struct):
 
 
 @define
-class _Counts:
-    requests: int = 0
-    prompt_tokens: int = 0
-    context_tokens: int = 0
-    lengths: Counter[int] = field(factory=Counter)
-    gaps_squared_s2: float = 0.0
-    last_s: float | None = None
-
-    def came(self, now_s: float) -> None:
-        if self.last_s is not None:
-            self.gaps_squared_s2 += (now_s - self.last_s) ** 2
-        self.last_s = now_s
-
-    def count(self, uncached_tokens: int, context_tokens: int) -> None:
-        self.requests += 1
-        self.prompt_tokens += uncached_tokens
-        self.context_tokens += context_tokens
-        self.lengths[length_bucket(uncached_tokens)] += 1
-
-    def frozen(self) -> Arrivals:
-        return Arrivals(
-            requests=self.requests,
-            prompt_tokens=self.prompt_tokens,
-            context_tokens=self.context_tokens,
-            prompt_lengths=dict(self.lengths),
-            gaps_squared_s2=self.gaps_squared_s2,
-        )
-
-
-@define
 class _Waiting:
     request: RequestSummary
     since_s: float
@@ -99,7 +68,7 @@ class DemandCounter(Observer):
         self._targets = planner.targets
         self._serving = serving
         self._clock = clock
-        self._roles: dict[Role, _Counts] = {serving: _Counts()}
+        self._roles: dict[Role, ArrivalCounts] = {serving: ArrivalCounts()}
         # By the identity of the summary, which every hook gets; ids may be those of clients.
         self._waiting: dict[int, _Waiting] = {}
         self._ttft_s: dict[int, tuple[RequestSummary, float]] = {}
@@ -155,7 +124,7 @@ class DemandCounter(Observer):
                 id(request), worker_id, self._clock(), prompt_tokens=here, ahead_tokens=ahead_tokens
             )
         if separate:
-            prefill = self._roles.setdefault(Role.PREFILL, _Counts())
+            prefill = self._roles.setdefault(Role.PREFILL, ArrivalCounts())
             prefill.came(self._clock())
             prefill.count(uncached_tokens, request.prompt_tokens)
 
@@ -228,7 +197,7 @@ class DemandCounter(Observer):
         return DoorReport(
             door=door,
             number=number,
-            arrived={role: counts.frozen() for role, counts in self._roles.items()},
+            arrived={role: counts.arrivals() for role, counts in self._roles.items()},
             answers=self._answers,
             answer_tokens=self._answer_tokens,
             answers_in_time=self._answers_in_time,

@@ -26,7 +26,7 @@ from commutator.errors import CommutatorError, ConfigError
 from commutator_replay.options import table, trace_options
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, with_chats
 from commutator_replay.tuning import Comparison, compare_values
@@ -217,7 +217,7 @@ def replay(ctx: click.Context, /, **options: Any) -> None:
         loaded,
         str(asked.file),
         str(asked.trace),
-        Targets(asked.target_ttft, asked.target_itl),
+        PlannerTargets(ttft_s=asked.target_ttft, itl_s=asked.target_itl),
         workers=asked.workers,
         seed=asked.seed,
         on_run=partial(click.echo, err=True) if asked.timing else lambda _: None,
@@ -338,10 +338,8 @@ def tuned_targets(replays: Replays) -> PlannerTargets:
     if not tunable_options(replays.config):
         problem = "no option of `router` or `disaggregation` is tunable: their plugins declare none"
         raise ConfigError([problem], replays.file)
-    planner, targets = replays.config.planner, replays.targets
-    if planner is not None:
-        return planner.targets
-    return PlannerTargets(ttft_s=targets.ttft_s, itl_s=targets.itl_s)
+    planner = replays.config.planner
+    return replays.targets if planner is None else planner.targets
 
 
 def show_values(found: Comparison, *, as_json: bool) -> None:

@@ -24,7 +24,6 @@ from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.planning import ActionKind, FleetPlanner
 from commutator_replay.clairvoyant import Schedule, work_by_second
-from commutator_replay.fleet import VirtualWorker
 from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
 from commutator_replay.setup import Replays
@@ -182,7 +181,7 @@ class PlannedReplays:
             may_become=self._may_become(),
             tuning=tuning,
         )
-        report = self._report(name, trace, planning)
+        report = _plan_report(name, self.replays.outcome(trace, planning=planning), self.config)
         if tuning is None:
             return report
         return evolve(report, tuning=tuning.steps, tuned=tuning.values)
@@ -230,7 +229,9 @@ class PlannedReplays:
         (role,) = performance
         planner = FleetPlanner(config, performance, policy)
         fleet = None if first is None else self.replays.fleet_of({role: first})
-        return self._report(name, trace, Planning(planner=planner, make_engine=makers), fleet)
+        planning = Planning(planner=planner, make_engine=makers)
+        outcome = self.replays.outcome(trace, planning=planning, fleet=fleet)
+        return _plan_report(name, outcome, self.config)
 
     def cheapest(
         self, run: Callable[[float], PlanReport], fewest: float, most: float
@@ -343,16 +344,6 @@ class PlannedReplays:
         options = {option: getattr(self.config, option) for option in shared}
         config: PlannerConfig = kind.config_class(kind=name, **options)
         return config
-
-    def _report(
-        self,
-        name: str,
-        trace: Sequence[TraceRequest],
-        planning: Planning,
-        fleet: Sequence[VirtualWorker] | None = None,
-    ) -> PlanReport:
-        outcome = self.replays.outcome(trace, planning=planning, fleet=fleet)
-        return _plan_report(name, outcome, self.config)
 
 
 def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanReport:

@@ -30,12 +30,13 @@ from commutator_replay.virtual import (
     VirtualEvent,
     VirtualRequest,
 )
-from commutator_replay.workforce import Planning, RoutedWorkers, Span, Tick, Workforce
+from commutator_replay.workforce import Planning, Span, Tick, Workforce
 
 __all__ = [
     "DoesNotFitError",
     "Finished",
     "Outcome",
+    "Replay",
     "replay",
 ]
 
@@ -77,7 +78,9 @@ class _Flight:
         return (time_ns - self.arrived.arrived_ns) / 1e9
 
 
-class _Replay:
+class Replay:
+    """A replay while it runs."""
+
     def __init__(
         self,
         workers: Sequence[VirtualWorker],
@@ -115,15 +118,7 @@ class _Replay:
         self._begun = False
         self._workforce: Workforce | None = None
         if planning is not None:
-            routed = RoutedWorkers(
-                add=self._add,
-                drain=self._drain,
-                forget=self._forget,
-                cached_blocks=self._cached_blocks,
-                waiting_tokens=self._waiting_tokens,
-                is_over=self._is_over,
-            )
-            self._workforce = Workforce(planning, workers, self._fleet, self._load, routed)
+            self._workforce = Workforce(planning, workers, self._fleet, self._load, self)
         self._tuning = None if planning is None else planning.tuning
         if self._tuning is not None:
             side = self._prefill
@@ -221,7 +216,8 @@ class _Replay:
 
     # ------------------------------------------------------- workers come and go
 
-    def _add(self, worker: VirtualWorker) -> None:
+    def add(self, worker: VirtualWorker) -> None:
+        """The worker gets requests from now on."""
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
             self._prefill.add(worker.live)
@@ -233,14 +229,16 @@ class _Replay:
             self._serve(key, traced, arrived_ns, counts=False)
         self._place_queued()
 
-    def _drain(self, worker: VirtualWorker) -> None:
+    def drain(self, worker: VirtualWorker) -> None:
+        """It gets no more."""
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
             self._prefill.drain(worker.live)
         else:
             self._decoders = tuple(one for one in self._decoders if one is not worker.live)
 
-    def _forget(self, worker: VirtualWorker) -> None:
+    def forget(self, worker: VirtualWorker) -> None:
+        """It is gone, with its cache."""
         self._index.remove_worker(worker.worker_id)
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
@@ -248,10 +246,12 @@ class _Replay:
         else:
             self._pool.forget(worker.worker_id)
 
-    def _cached_blocks(self) -> Mapping[str, int]:
+    def cached_blocks(self) -> Mapping[str, int]:
+        """KV blocks that each worker caches."""
         return {name: sum(sizes) for name, sizes in self._index.blocks_by_worker().items()}
 
-    def _waiting_tokens(self) -> Mapping[Role, int]:
+    def waiting_tokens(self) -> Mapping[Role, int]:
+        """Prompt tokens of requests that wait for a worker of a role."""
         held = sum(traced.input_length for _, traced, _ in self._held)
         queued = sum(one.summary.prompt_tokens for one in self._queued.values())
         waiting = {self._serving: held + queued}
@@ -259,7 +259,8 @@ class _Replay:
             waiting[Role.PREFILL] = self._prefill.waiting_tokens
         return waiting
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether every request of the trace has been answered."""
         return self._trace_is_over and not (self._flights or self._held or self._queued)
 
     # ------------------------------------------------------------------ requests
@@ -464,7 +465,7 @@ def replay(
                 f"the trace's blocks have {tokens} tokens and the engines' {found}: "
                 f"set block_size: {tokens}, or the same part or multiple of it everywhere"
             )
-    running = _Replay(workers, policy, busy, disagg, planning, seed)
+    running = Replay(workers, policy, busy, disagg, planning, seed)
     for key, request in enumerate(trace):
         running.arrive(key, request, round(request.timestamp * 1e6))
     running.finish()

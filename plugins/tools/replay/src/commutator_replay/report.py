@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
+from commutator.contract.planner import PlannerTargets
 from commutator_replay.replay import Outcome
 
 __all__ = [
@@ -49,12 +50,12 @@ class Report:
     """Requests by whether they were prefilled elsewhere, and why."""
 
 
-def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: float) -> Report:
+def report(policy: str, outcome: Outcome, targets: PlannerTargets) -> Report:
     """Sum up one replay."""
     done = outcome.finished
     computed = outcome.computed_tokens
     ttfts = sorted(one.ttft_s for one in done)
-    good = sum(one.ttft_s <= target_ttft_s and one.itl_s <= target_itl_s for one in done)
+    good = sum(one.ttft_s <= targets.ttft_s and one.itl_s <= targets.itl_s for one in done)
     prompt_tokens = sum(one.prompt_tokens for one in done)
     given_up = outcome.tokens_given_up
     return Report(

@@ -25,7 +25,7 @@ from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator_replay.options import table, trace_options
 from commutator_replay.search import Layout, Look, Result, Search
-from commutator_replay.setup import Replays, Targets
+from commutator_replay.setup import Replays
 from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import TraceRequest
 
@@ -172,8 +172,8 @@ class Placements:
 
     def performance(self) -> EnginePerformance:
         """How fast a worker is. Raises ConfigError where its engine cannot tell."""
-        makers = Replays(self.loaded, str(self.file), self.trace_file, Targets(1, 1)).makers
-        _, make = makers(roles=False)[0]
+        replays = Replays(self.loaded, str(self.file), self.trace_file, self.targets)
+        _, make = replays.makers(roles=False)[0]
         speed = make().performance
         if speed is None:
             raise ConfigError(["engines: the model tells no performance; use sim"], str(self.file))
@@ -186,15 +186,16 @@ class Placements:
                 over = Path(folder) / "placement.yaml"
                 over.write_text(yaml.safe_dump(self.changes(layout)))
                 loaded = load_config([self.file, over], sets=self.sets)
-            targets = Targets(self.targets.ttft_s, self.targets.itl_s)
-            replays = Replays(loaded, str(self.file), self.trace_file, targets, seed=self.seed)
+            replays = Replays(loaded, str(self.file), self.trace_file, self.targets, seed=self.seed)
             self._replays[layout] = replays
         return replays.by_router(replays.config.router.kind, trace).good_ratio
 
     def changes(self, layout: Layout) -> dict[str, Any]:
         """What is to be changed in the file."""
         tree = self.loaded.tree
-        entries = [_written(node) for node in _of(find(tree, ("engines",)))]
+        engines = find(tree, ("engines",))
+        assert engines is not None, "every configuration has engines"
+        entries = [_written(node) for node in engines.value]
         roles = [Role(entry.role) for entry in self.loaded.config.engines]
         serving = next(
             (e for e, role in zip(entries, roles, strict=True) if role is not Role.PREFILL)
@@ -217,10 +218,6 @@ class Placements:
             section, _, option = path.partition(".")
             made.setdefault(section, {})[option] = value
         return made
-
-
-def _of(node: Node | None) -> Sequence[Node]:
-    return [] if node is None else node.value
 
 
 def _written(node: Node) -> Any:

@@ -13,6 +13,7 @@ from attrs import frozen
 from commutator import DisaggPolicy, EngineConfig, RouterConfig, RoutingPolicy
 from commutator.config.load import Loaded
 from commutator.config.model import Config
+from commutator.contract.planner import PlannerTargets
 from commutator.contract.registration import Kind
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
@@ -28,7 +29,6 @@ from commutator_slo.config import SloConfig
 __all__ = [
     "AGGREGATED",
     "Replays",
-    "Targets",
 ]
 
 MakeT = TypeVar("MakeT")
@@ -40,21 +40,14 @@ AGGREGATED = "aggregated"
 
 
 @frozen
-class Targets:
-    """Limits that a request must meet to count for goodput, in seconds."""
-
-    ttft_s: float
-    itl_s: float
-
-
-@frozen
 class Replays:
     """Runs one file under several policies."""
 
     loaded: Loaded
     file: str
     trace_file: str
-    targets: Targets
+    targets: PlannerTargets
+    """Limits that a request must meet to count for goodput."""
     workers: int | None = None
     """Instead of the replicas of the file's only entry."""
     seed: int = 0
@@ -85,7 +78,7 @@ class Replays:
         return self._report(name, self.outcome(trace, disagg=name))
 
     def _report(self, name: str, outcome: Outcome) -> Report:
-        return report(name, outcome, self.targets.ttft_s, self.targets.itl_s)
+        return report(name, outcome, self.targets)
 
     def outcome(
         self,

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
-from commutator import DisaggPolicy, RequestSummary
 from commutator.contract.planner import (
-    Arrivals,
     Observation,
     PlannedWorker,
     WorkerPhase,
-    length_bucket,
 )
 from commutator.contract.worker import Role
+from commutator.demand import ArrivalCounts
 from commutator.planning import ActionKind, FleetPlanner, Plan, PlanAction
 from commutator.routing.load import InFlightLoad
-from commutator.routing.router import Arms, ModelRouter
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
 from commutator_slo.learned import StepMeter
 
+if TYPE_CHECKING:
+    from commutator_replay.replay import Replay
+    from commutator_replay.tuning import ReplayTuning
+
 __all__ = [
     "Planning",
-    "PolicyTuning",
-    "RoutedWorkers",
     "Span",
     "Tick",
     "Workforce",
 ]
-
-
-class PolicyTuning(Protocol):
-    """Tunes the options of the policies of a replay."""
-
-    def begin(
-        self, router: ModelRouter, disagg: Arms[DisaggPolicy] | None, prefill: ModelRouter | None
-    ) -> None:
-        """Called once, with what has the policies of the replay."""
-
-    def arrived(self, request: RequestSummary) -> None:
-        """A request came."""
-
-    def ended(self, request_id: str, ttft_s: float | None, itl_s: float = 0.0) -> None:
-        """It was answered; ``ttft_s`` is None if it was refused."""
-
-    def tick(self, now_s: float, workers: Sequence[PlannedWorker]) -> None:
-        """Called after each plan with the workers that it saw."""
 
 
 @frozen(kw_only=True)
@@ -61,26 +42,8 @@ class Planning:
     """Makes a worker of each role that the fleet may have."""
     may_become: Mapping[Role, Collection[Role]] = field(factory=dict)
     """The roles that a worker of a role could be given instead."""
-    tuning: PolicyTuning | None = None
+    tuning: ReplayTuning | None = None
     """Tunes the policies; None: they stay as they are."""
-
-
-@frozen(kw_only=True)
-class RoutedWorkers:
-    """What a replay does when its workers come and go."""
-
-    add: Callable[[VirtualWorker], None]
-    """The worker gets requests from now on."""
-    drain: Callable[[VirtualWorker], None]
-    """It gets no more."""
-    forget: Callable[[VirtualWorker], None]
-    """It is gone, with its cache."""
-    cached_blocks: Callable[[], Mapping[str, int]]
-    """KV blocks that each worker caches, by worker."""
-    waiting_tokens: Callable[[], Mapping[Role, int]]
-    """Prompt tokens of requests that wait for a worker of a role."""
-    is_over: Callable[[], bool]
-    """Whether every request of the trace has been answered."""
 
 
 @frozen
@@ -123,26 +86,6 @@ class _Worker:
     """The role that it gets once it has no requests."""
 
 
-@define
-class _Counted:
-    """The arrivals of a role in the window."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    context_tokens: int = 0
-    lengths: dict[int, int] = field(factory=dict)
-    gaps_squared_s2: float = 0.0
-
-    def arrivals(self) -> Arrivals:
-        return Arrivals(
-            requests=self.requests,
-            prompt_tokens=self.prompt_tokens,
-            prompt_lengths=self.lengths,
-            context_tokens=self.context_tokens,
-            gaps_squared_s2=self.gaps_squared_s2,
-        )
-
-
 class Workforce:
     """Observes a replay, asks its planner, and does what the plan says, at every interval."""
 
@@ -152,7 +95,7 @@ class Workforce:
         workers: Sequence[VirtualWorker],
         fleet: VirtualFleet,
         load: InFlightLoad,
-        routed: RoutedWorkers,
+        routed: Replay,
     ) -> None:
         """``workers`` are ready at the first request."""
         self._planning = planning
@@ -164,8 +107,8 @@ class Workforce:
         self._first = workers
         self._workers: dict[str, _Worker] = {}
         self._launched = len(workers)
-        self._counted: dict[Role, _Counted] = {}
-        self._last_arrival_ns: dict[Role, int] = {}
+        self._counted: dict[Role, ArrivalCounts] = {}
+        """The arrivals since the last plan."""
         self._answers = self._answer_tokens = self._in_time = 0
         self._firsts = self._firsts_in_time = 0
         self._meters: dict[Role, StepMeter] = {}
@@ -185,16 +128,9 @@ class Workforce:
 
     def arrived(self, role: Role, prompt_tokens: int, context_tokens: int) -> None:
         """A request of ``context_tokens`` has arrived; the role computes ``prompt_tokens``."""
-        counted = self._counted.setdefault(role, _Counted())
-        now_ns = self._fleet.now_ns
-        gap_s = (now_ns - self._last_arrival_ns.get(role, now_ns)) / 1e9
-        self._last_arrival_ns[role] = now_ns
-        bucket = length_bucket(prompt_tokens)
-        counted.requests += 1
-        counted.prompt_tokens += prompt_tokens
-        counted.context_tokens += context_tokens
-        counted.lengths[bucket] = counted.lengths.get(bucket, 0) + 1
-        counted.gaps_squared_s2 += gap_s * gap_s
+        counted = self._counted.setdefault(role, ArrivalCounts())
+        counted.came(self._fleet.now_ns / 1e9)
+        counted.count(prompt_tokens, context_tokens)
 
     def began(
         self, key: int, worker_id: str, prompt_tokens: int, ahead_tokens: int, time_ns: int
@@ -249,7 +185,7 @@ class Workforce:
         known = [one for one in (seen.attained_ttft, seen.attained_itl) if one is not None]
         self.ticks.append(Tick(plan, offered, min(known, default=None)))
         self._observed_ns = now_ns
-        self._counted = {}
+        self._counted = {r: ArrivalCounts(last_s=one.last_s) for r, one in self._counted.items()}
         self._answers = self._answer_tokens = self._in_time = 0
         self._firsts = self._firsts_in_time = 0
         self._started_s = []
@@ -268,7 +204,7 @@ class Workforce:
         return Observation(
             time_s=now_ns / 1e9,
             window_s=window_ns / 1e9,
-            arrivals={role: counted.arrivals() for role, counted in self._counted.items()},
+            arrivals={r: one.arrivals() for r, one in self._counted.items() if one.requests},
             workers=[
                 self._seen(worker, now_ns, cached.get(worker.worker_id, 0))
                 for worker in self._workers.values()
