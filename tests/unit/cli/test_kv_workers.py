@@ -16,7 +16,7 @@ from tests.support.front_door import FakeDispatcher, front_door
 from commutator.cli.main import main
 from commutator.contract.worker import TierVerification
 from commutator.errors import EngineError, EngineUnavailableError, EngineWithoutTiersError
-from commutator.frontend import administration
+from commutator_http import administration
 
 INTACT = TierVerification(
     tier="dram",

@@ -20,11 +20,12 @@ from tests.support.principals import gate_of, key_of
 
 from commutator.cli.main import main
 from commutator.contract.observer import AnsweredRequest, Observer
+from commutator.contract.operations import OPERATIONS_PREFIX
 from commutator.contract.principal import Limits, Principal
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
-from commutator.frontend import ADMIN_PREFIX, admin_routes
 from commutator.launcher.ports import reserved_port
+from commutator_http.administration import admin_routes
 
 pytestmark = pytest.mark.security
 
@@ -124,7 +125,7 @@ async def test_with_keys_only_the_permission_admin_opens_any_of_the_paths(
         assert len(routes) == 12
         with caplog.at_level(logging.INFO):
             for route in routes:
-                assert route.path.startswith(ADMIN_PREFIX)
+                assert route.path.startswith(OPERATIONS_PREFIX)
                 url = door.url + route.path.format(id="fake-0", role="both")
                 assert await status(url, None, route.method) == 401
                 assert await status(url, "stranger", route.method) == 401

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.support.front_door import FakeDispatcher, front_door
 
 from commutator.errors import OverloadedError
-from commutator.frontend import WORKING_FOR, ByteBudget, WorkPool
+from commutator.frontend import WORKING_FOR, WorkPool
 from commutator.tokenizer.encoder import LONGEST_EXACT
+from commutator_http.byte_budget import ByteBudget
 
 pytestmark = pytest.mark.security
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import FakeDispatcher, front_door
 
-from commutator.frontend.health import merged_pages
+from commutator_http.health import merged_pages
 
 LABELS = st.text(st.characters(codec="utf-8"), max_size=8)
 COUNTS = st.lists(st.tuples(LABELS, st.integers(0, 10)), max_size=4)

@@ -14,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
 from commutator import __version__
+from commutator.contract.operations import OPERATIONS_PREFIX
 from commutator.contract.worker import KvStatistics, TierState
-from commutator.frontend import ADMIN_PREFIX, admin_routes
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator_console.live import LiveFeed, live_routes
+from commutator_http.administration import admin_routes
 
 
 def statistics_of(tier: str, *, up: bool) -> KvStatistics:
@@ -260,10 +261,10 @@ async def test_openapi_describes_what_is_answered() -> None:
         assert {
             (path, method)
             for path, methods in document["paths"].items()
-            if path.startswith(ADMIN_PREFIX)
+            if path.startswith(OPERATIONS_PREFIX)
             for method in methods
         } == {(route.path, route.method.lower()) for route in admin}
-        assert {path for path in document["paths"] if not path.startswith(ADMIN_PREFIX)} == {
+        assert {path for path in document["paths"] if not path.startswith(OPERATIONS_PREFIX)} == {
             *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{id}"),
             *("/tokenize", "/detokenize", "/health", "/live", "/ready", "/metrics"),
             "/openapi.json",

@@ -185,7 +185,8 @@ class Door(ABC, Generic[ConfigT, ServicesT]):
         """Listen with SO_REUSEPORT: the processes of a deployment share the port.
 
         ``local_socket`` is the path of a Unix socket on which it answers as well, and where the
-        supervisor requests /live and /ready; ``commutator.frontend.health_routes`` answers them.
+        supervisor requests /live and /ready over HTTP: 200 as soon as the door answers, and while
+        every model has a worker (``services.dispatcher.ready()``).
         Only the first door of a process gets one. Raises ConfigError when the address or the
         certificate cannot be used, or when two protocols claim the same route.
         """

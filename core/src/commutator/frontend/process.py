@@ -28,7 +28,7 @@ from commutator.config.model import Config
 from commutator.contract.door import OpenDoor
 from commutator.contract.engine import ModelConfig
 from commutator.contract.limiter import LimiterContext, RequestLimiter
-from commutator.contract.operations import OperationsConfig
+from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import Parser, ParserConfig, ParserModel
 from commutator.contract.protocol import DoorFacts
 from commutator.contract.registry import Change, WorkerDown
@@ -37,7 +37,6 @@ from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
-from commutator.frontend.operations import make_operations
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import (
     calm_garbage_collector,
@@ -74,6 +73,8 @@ log = logging.getLogger("commutator.frontend.process")  # not "__main__"
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "HOST:PORT"."""
 
+_OPERATIONS = ("console",)
+"""Kinds that are served where they are installed and `operations` is left out."""
 _SUPERVISOR_EVERY_S = 1.0
 _REGISTRY_PATIENCE_S = 5.0
 
@@ -284,7 +285,7 @@ async def serve_frontend(
     their own time limit.
     Raises ConfigError when a door cannot be opened.
     """
-    services.operations = make_operations(host, operations, services, local_socket)
+    services.operations = _operations(host, operations, services, local_socket)
     opened: list[OpenDoor] = []
     try:
         for number, config in enumerate(services.config.doors):
@@ -313,6 +314,20 @@ async def serve_frontend(
     finally:
         for one in reversed(opened):
             await one.close()
+
+
+def _operations(
+    host: PluginHost,
+    chosen: Sequence[OperationsConfig] | None,
+    services: FrontendServices,
+    local_socket: str | None,
+) -> list[Operations]:
+    """Those of the section `operations`; None: those that are served by default."""
+    kinds = host.operations.kinds
+    if chosen is None:
+        chosen = [kinds[name].config_class(kind=name) for name in _OPERATIONS if name in kinds]
+    context = OperationsContext(services=services, local_socket=local_socket)
+    return [kinds[one.kind].thing(one, context) for one in chosen]
 
 
 def _log_running(requests: int, left_s: float) -> None:

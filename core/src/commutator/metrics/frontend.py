@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import prometheus_client
 from attrs import define, field
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -204,6 +204,9 @@ class FrontendMetrics(Observer):
     What the hooks carry is counted as an observer of them. Times of tokens and facts of routing
     decisions, which they do not carry, are counted by the methods that are no hooks.
     """
+
+    content_type = CONTENT_TYPE_LATEST
+    """Of what ``render`` returns."""
 
     def __init__(self, readings: Readings | None = None) -> None:
         """Without ``readings``, what is read at a scrape is zero or absent."""

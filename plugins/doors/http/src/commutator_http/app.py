@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -10,22 +10,21 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from commutator.contract.answer import Failure
-from commutator.contract.operations import OperationsDoor, OperationsNeed
+from commutator.contract.operations import (
+    Operations,
+    OperationsDoor,
+    OperationsNeed,
+    OperationsRoute,
+)
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
-from commutator.frontend import (
-    ABSENT,
-    OPERATIONS_PATHS,
-    FrontendServices,
-    Gate,
-    admin_routes,
-    health_routes,
-    operations_routes,
-)
+from commutator.frontend import FrontendServices, Gate
+from commutator_http.administration import admin_routes
 from commutator_http.api_keys import StaticKeys
 from commutator_http.call import CALL, DOOR, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
 from commutator_http.cors import Cors
+from commutator_http.health import OPERATIONS_PATHS, health_routes
 from commutator_http.middleware import (
     add_headers,
     administrator,
@@ -102,6 +101,13 @@ def _app(
     return app
 
 
+_NO_CONSOLE = (
+    "the deployment's page is not served: pip install commutator-console, and leave the section "
+    "`operations` out or name `console` in it"
+)
+_ABSENT = dict.fromkeys(("/", "/ui", "/admin/live"), _NO_CONSOLE)
+"""What is said at a path that one of our packages has, where it is not served."""
+
 _Check = Callable[[web.Request], object]
 _CHECKS: Mapping[OperationsNeed, _Check] = {
     "act": administrator,
@@ -120,7 +126,7 @@ def _add_operations(
     """The routes of operations whose needs are in ``checks``. Raises ConfigError."""
     taken = {(route.method, route.get_info().get("path", "")) for route in app.router.routes()}
     parts = app[DOOR]
-    found = operations_routes(services.operations, door, taken)
+    found = _operations_routes(services.operations, door, taken)
     for route in found:
         if (check := checks.get(route.needs)) is None:
             continue
@@ -133,9 +139,29 @@ def _add_operations(
             app.add_routes([web.get(route.path, handler, allow_head=is_file)])
         else:
             app.add_routes([web.post(route.path, handler)])
-    for path in ABSENT.keys() - {route.path for route in found}:
-        app.add_routes([web.get(path, _absent(ABSENT[path]))])
+    for path in _ABSENT.keys() - {route.path for route in found}:
+        app.add_routes([web.get(path, _absent(_ABSENT[path]))])
         parts.files.add(path)
+
+
+def _operations_routes(
+    operations: Iterable[Operations], door: OperationsDoor, taken: Iterable[tuple[str, str]] = ()
+) -> list[OperationsRoute]:
+    """What all of them answer on ``door``; ``taken`` are methods and paths that are core's.
+
+    Raises ConfigError when two answer the same, or one what core does.
+    """
+    owners: dict[tuple[str, str], Operations | None] = dict.fromkeys(taken)
+    made = []
+    for one in operations:
+        for route in one.routes(door):
+            other = owners.setdefault((route.method, route.path), one)
+            if other is not one:
+                first = "commutator itself" if other is None else type(other).__module__
+                problem = f"operations: {route.method} {route.path} is claimed by {first} and by "
+                raise ConfigError([f"{problem}{type(one).__module__}; leave one of the two out"])
+            made.append(route)
+    return made
 
 
 def _checked(check: _Check, handle: Handler) -> Handler:

@@ -13,18 +13,12 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from commutator.contract.answer import Failure
+from commutator.contract.operations import OPERATIONS_PREFIX
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import PermissionDeniedError, RateLimitError
-from commutator.frontend import (
-    ADMIN_PREFIX,
-    OPERATIONS_PATHS,
-    WORKING_FOR,
-    local_user,
-    log_failure,
-    require,
-    to_failure,
-)
+from commutator.frontend import WORKING_FOR, log_failure, require, to_failure
+from commutator_http.administration import local_user
 from commutator_http.call import (
     CALL,
     DOOR,
@@ -35,6 +29,7 @@ from commutator_http.call import (
     MountedRoute,
     close_after,
 )
+from commutator_http.health import OPERATIONS_PATHS
 
 __all__ = [
     "add_headers",
@@ -196,14 +191,14 @@ def _begin(request: web.Request, call: HttpCall, principal: Principal) -> None:
     if call.method == "POST":
         if call.explains:
             require(principal, "explain", "X-Commutator-Explain")
-        if not path.startswith(ADMIN_PREFIX):
+        if not path.startswith(OPERATIONS_PREFIX):
             call.counts = services.request_limiter.begin(principal)
 
 
 @web.middleware
 async def authenticate_administrator(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal of a request that may change the deployment; asks nobody else."""
-    if request.path.startswith(ADMIN_PREFIX):
+    if request.path.startswith(OPERATIONS_PREFIX):
         call = request[CALL]
         call.principal = await _asked(call)
         WORKING_FOR.set(call.principal.name)

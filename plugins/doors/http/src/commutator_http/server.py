@@ -22,7 +22,7 @@ from commutator.contract.answer import Failure
 from commutator.contract.door import OpenDoor
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import ConfigError
-from commutator.frontend import PROBE_PATHS, FrontendServices
+from commutator.frontend import FrontendServices
 from commutator_http.app import build_app, build_local_app
 from commutator_http.call import DOOR, ClientConnection, is_generating
 from commutator_http.config import HttpConfig, tls_context
@@ -32,6 +32,7 @@ from commutator_http.connections import (
     Listener,
     most_connections,
 )
+from commutator_http.health import PROBE_PATHS
 from commutator_http.middleware import failure_response, find_answer
 
 __all__ = [

@@ -27,14 +27,15 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from commutator.contract.operations import OPERATIONS_PREFIX
 from commutator.contract.worker import KvPrompt, Role
-from commutator.engine.client import TokenApiClient
+from commutator.engine import TokenApiClient
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -42,15 +43,12 @@ from commutator.errors import (
     PermissionDeniedError,
     RequestError,
 )
-from commutator.frontend.demand import PlannerLink
-from commutator.frontend.services import FrontendServices
+from commutator.frontend import FrontendServices
+from commutator_http.health import json_response
 
-__all__ = ["ADMIN_PREFIX", "admin_routes", "local_user"]
+__all__ = ["admin_routes", "local_user"]
 
 log = logging.getLogger(__name__)
-
-ADMIN_PREFIX = "/admin/"
-"""Of every path of this page."""
 
 AnswerT = TypeVar("AnswerT")
 _TIMEOUT_S = 10.0
@@ -122,7 +120,7 @@ class _Administration:
                 log.warning("%s: %s failed: %s", who, _act(request), error)
                 raise
             log.info("%s: %s", who, _act(request))
-            return _json(answer)
+            return json_response(answer)
 
         return handle
 
@@ -131,7 +129,7 @@ class _Administration:
 
         async def handle(request: web.Request) -> web.Response:
             self._administrator(request)
-            return _json(await handler(request))
+            return json_response(await handler(request))
 
         return handle
 
@@ -154,7 +152,7 @@ class _Administration:
         return await _with_client(address, lambda client: client.load())
 
     async def planner(self, request: web.Request) -> object:
-        return await self._planner().ask("status")
+        return await self._ask_planner("status")
 
     async def planner_explain(self, request: web.Request) -> object:
         text = request.query.get("at")
@@ -164,16 +162,16 @@ class _Administration:
             raise RequestError(
                 f"at: expected seconds since 1970, got {text!r:.80}", "at"
             ) from error
-        return await self._planner().ask("explain", at)
+        return await self._ask_planner("explain", at)
 
     async def planner_history(self, request: web.Request) -> object:
-        return await self._planner().ask("history")
+        return await self._ask_planner("history")
 
-    def _planner(self) -> PlannerLink:
+    async def _ask_planner(self, question: str, argument: float | None = None) -> object:
         link = self._services.planner
         if link is None:
             raise RequestError("this deployment has no planner: its file has no section `planner`")
-        return link
+        return await link.ask(question, argument)
 
     async def contents(self, request: web.Request) -> object:
         return await self._ask(request, lambda client: client.kv_contents(timeout_s=_TIMEOUT_S))
@@ -218,7 +216,7 @@ class _Administration:
         told = dict(zip(addresses, found, strict=True))
         return {
             "answers": {
-                worker: msgspec.to_builtins(answer)
+                worker: answer
                 for worker, answer in told.items()
                 if not isinstance(answer, EngineError)
             },
@@ -287,9 +285,4 @@ def _timeout_s(request: web.Request) -> float:
 
 def _act(request: web.Request) -> str:
     """The act for the log; values from clients are quoted by their encoding."""
-    return str(request.rel_url)[:256].removeprefix(ADMIN_PREFIX)
-
-
-def _json(value: Any) -> web.Response:
-    body = msgspec.json.encode(msgspec.to_builtins(value))
-    return web.Response(body=body, content_type="application/json")
+    return str(request.rel_url)[:256].removeprefix(OPERATIONS_PREFIX)

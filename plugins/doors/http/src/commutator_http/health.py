@@ -14,15 +14,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from attrs import AttrsInstance
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from commutator.frontend.services import FrontendServices
-from commutator.plugins import installed_versions
+from commutator.frontend import FrontendServices, installed_versions
 
 __all__ = [
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
     "health_routes",
+    "json_response",
     "merged_pages",
 ]
 
@@ -77,24 +76,24 @@ def health_routes(
 
     async def live(_: web.Request) -> web.Response:
         """The process answers."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(_: web.Request) -> web.Response:
         """Every model has a worker, and the process is not about to end."""
         if services.draining or not services.dispatcher.ready():
             return _unready()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def health(_: web.Request) -> web.Response:
         """Models, workers and load; always 200, for people and dashboards."""
-        return _json(await _health(services, local_socket))
+        return json_response(await _health(services, local_socket))
 
     async def metrics(request: web.Request) -> web.Response:
         """Prometheus' text format for all front doors, as a client cannot choose one."""
         page = services.metrics.render()
         if local_socket is not None and shared and _OWN not in request.query:
             page = (await _page_of_all(Path(local_socket), page.decode())).encode()
-        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=page, headers={"Content-Type": services.metrics.content_type})
 
     handlers: dict[str, Handler] = {"/live": live, "/ready": ready}
     handlers |= {"/healthz": live, "/ping": live}  # as others call it
@@ -156,7 +155,8 @@ def _unready() -> web.Response:
     )
 
 
-def _json(value: object) -> web.Response:
+def json_response(value: object) -> web.Response:
+    """``value``, which may hold attrs classes."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
