@@ -32,17 +32,6 @@ def default_limiter(host: PluginHost) -> str:
     return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
-# fmt: off
-_FAMILIES = (
-    "auto", "none", "gpt_oss", "kimi_k3", "kimi_k2", "deepseek_v4_1", "deepseek_v3_2",
-    "deepseek_v3", "step3", "minimax_m3", "minimax_m2", "minimax_m1", "hunyuan_v3", "glm",
-    "seed_oss", "qwen3_coder", "minicpm5", "functionary", "gigachat3", "solar_open", "gemma4",
-    "function_gemma", "mistral", "lfm2", "olmo3", "llama4_pythonic", "pythonic", "llama3_json",
-    "apertus", "granite", "phi4", "nemotron", "internlm", "cohere", "ernie", "hunyuan", "jamba",
-    "longcat", "xlam", "hermes",
-)
-# fmt: on
-"""The parsers of commutator-parsers."""
 _PACKAGES = {
     "anthropic": ("protocol anthropic",),
     "balance": ("router random", "router least_loaded", "router power_of_two"),
@@ -61,7 +50,7 @@ _PACKAGES = {
     "nats": ("event bus nats",),
     "nvme": ("tier nvme",),
     "openai": ("protocol openai",),
-    "parsers": tuple(f"parser {one}" for one in _FAMILIES),
+    "parsers": ("parser auto",),
     "peer": ("tier peer",),
     "pipeline": (
         *("router pipeline", "stage best", "stage draw", "stage load", "stage max_requests"),
@@ -81,7 +70,9 @@ _PACKAGES = {
     "tuning": ("tuning trials",),
     "vllm": ("engine vllm",),
 }
-"""What our distributions (``commutator-`` and this name) bring, as seam and kind."""
+"""What our distributions (``commutator-`` and this name) bring, as seam and kind.
+
+Of the parsers, which are many, only the one that chooses among them."""
 
 
 def config_converter(
@@ -124,7 +115,8 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
     if lost:
         told = (f"{one.name} ({one.distribution}): {one.problem}" for one in lost)
         text += f"; not loaded: {'; '.join(told)}"
-    wanted = f"{catalog.seam} {kind}"
+    lacks_parsers = catalog is host.parsers and "auto" not in known
+    wanted = "parser auto" if lacks_parsers else f"{catalog.seam} {kind}"
     brings = [f"commutator-{name}" for name, kinds in _PACKAGES.items() if wanted in kinds]
     if brings and brings[0] not in {one.distribution for one in lost}:
         text += f"; pip install {brings[0]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -19,10 +18,6 @@ Steps = tuple[str | int, ...]
 
 _SECTIONS = ("router", "disaggregation")
 """Those whose policies front doors can have twice: with the present value and with another."""
-_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_NEAR = 0.1
-"""Of the range, on its scale: how far the nearest values are that are tried."""
-_DIGITS = 3
 
 
 @frozen(kw_only=True)
@@ -38,36 +33,9 @@ class TunableOption:
     whole: bool
     """Whether it is an integer."""
 
-    def candidates(self, value: float | None = None) -> list[float]:
-        """Other values to try where ``value``, by default the configured one, is used.
-
-        Those at the quarters of the range, which find the region of the best, and one on each side
-        of the value, which approach it.
-        """
-        used = self.value if value is None else value
-        here = self._place(used)
-        places = sorted({*_QUARTERS, max(0.0, here - _NEAR), min(1.0, here + _NEAR)})
-        found = dict.fromkeys(map(self._at, places))
-        return [one for one in found if one != used]
-
     def accepts(self, value: float) -> bool:
         """Whether it may be set to ``value``."""
         return self.range.allows(value) and (not self.whole or value == int(value))
-
-    def _place(self, value: float) -> float:
-        """Where a value is within the range, from 0 to 1."""
-        low, high = self.range.minimum, self.range.maximum
-        inside = min(max(value, low), high)
-        if self.range.scale == "log":
-            return math.log(inside / low) / math.log(high / low)
-        return (inside - low) / (high - low)
-
-    def _at(self, place: float) -> float:
-        low, high = self.range.minimum, self.range.maximum
-        log = self.range.scale == "log"
-        value = low * (high / low) ** place if log else low + (high - low) * place
-        value = round(value) if self.whole else float(f"{value:.{_DIGITS}g}")
-        return min(max(value, math.ceil(low) if self.whole else low), high)
 
 
 def tunable_options(config: Config) -> dict[str, TunableOption]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
 from commutator.config.model import Config
+from commutator.contract.engine import EngineClient
 from commutator.contract.observer import Observer
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest, RequestSummary
 from commutator.contract.tuning import Trial
@@ -30,12 +30,11 @@ from commutator.routing.workers import (
     LiveWorkers,
     WorkerPoll,
     WorkerStatus,
+    answers_of,
     worker_status,
 )
 
 __all__ = ["Dispatcher"]
-
-log = logging.getLogger(__name__)
 
 _SLICE_WORKERS = 64
 
@@ -166,22 +165,13 @@ class Dispatcher:
     ) -> dict[str, EngineLoad]:
         """What these workers count themselves, without those that do not answer in time."""
 
-        async def ask(worker: LiveWorker) -> EngineLoad | None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await worker.client.load()
-            except Exception as error:  # noqa: BLE001 - clients of plugins may raise anything
-                log.debug("worker %s: no load: %r", worker.record.worker_id, error)
-                return None
+        async def load(client: EngineClient) -> EngineLoad:
+            async with asyncio.timeout(timeout_s):
+                return await client.load()
 
         known = [self._workers.get(worker_id) for worker_id in worker_ids]
         workers = [worker for worker in known if worker is not None and worker.connected]
-        found = await asyncio.gather(*map(ask, workers))
-        return {
-            worker.record.worker_id: load
-            for worker, load in zip(workers, found, strict=True)
-            if load is not None
-        }
+        return await answers_of(workers, load)
 
     def ready(self) -> bool:
         """Whether every model has a routable worker, and one that computes prompts.

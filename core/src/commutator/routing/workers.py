@@ -17,7 +17,7 @@ from commutator.contract.worker import KvStatistics, Role, TransferStatistics, W
 from commutator.errors import CommutatorError
 from commutator.routing.load import InFlightLoad
 
-__all__ = ["LiveWorker", "LiveWorkers", "WorkerPoll", "WorkerStatus", "worker_status"]
+__all__ = ["LiveWorker", "LiveWorkers", "WorkerPoll", "WorkerStatus", "answers_of", "worker_status"]
 
 log = logging.getLogger(__name__)
 
@@ -321,16 +321,16 @@ class WorkerPoll:
         handing = connected if self._disaggregated else ()
         limit_s = self._every_s
         self.kv, self.transfers, self.refused = await asyncio.gather(
-            _answers(tiered, lambda client: client.kv_statistics(timeout_s=limit_s)),
-            _answers(
+            answers_of(tiered, lambda client: client.kv_statistics(timeout_s=limit_s)),
+            answers_of(
                 [worker for worker in handing if worker.record.info.handover],
                 lambda client: client.handover_statistics(timeout_s=limit_s),
             ),
-            _answers(connected, lambda client: client.refused_connections(timeout_s=limit_s)),
+            answers_of(connected, lambda client: client.refused_connections(timeout_s=limit_s)),
         )
 
 
-async def _answers(
+async def answers_of(
     workers: Sequence[LiveWorker], ask: Callable[[EngineClient], Awaitable[AnswerT | None]]
 ) -> dict[str, AnswerT]:
     """The answers by worker id, without workers that fail to answer or return None."""
@@ -338,8 +338,8 @@ async def _answers(
     async def one(worker: LiveWorker) -> AnswerT | None:
         try:
             return await ask(worker.client)
-        except CommutatorError as error:
-            log.debug("worker %s: no statistics: %s", worker.record.worker_id, error)
+        except Exception as error:  # noqa: BLE001 - clients of plugins may raise anything
+            log.debug("worker %s: no answer: %r", worker.record.worker_id, error)
             return None
 
     answers = await asyncio.gather(*map(one, workers))

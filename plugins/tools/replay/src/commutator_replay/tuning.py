@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from attrs import define, evolve, field, frozen
 
 from commutator import DisaggPolicy, RequestSummary
 from commutator.config.model import Config
-from commutator.config.tunable import tunable_options, with_values
+from commutator.config.tunable import TunableOption, tunable_options, with_values
 from commutator.contract.planner import PlannedWorker, PlannerTargets, WorkerPhase
 from commutator.contract.tuning import ArmCounts, counted, trial_outcome
 from commutator.contract.worker import Role
@@ -35,6 +36,7 @@ __all__ = [
     "Comparison",
     "ReplayTuning",
     "TunedAt",
+    "candidates",
     "compare_values",
 ]
 
@@ -104,9 +106,38 @@ def compare_values(
     )
 
 
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_NEAR = 0.1
+"""Of the range, on its scale: how far the nearest values are that are tried."""
+_DIGITS = 3
+
+
+def candidates(option: TunableOption) -> list[float]:
+    """Other values to try than the configured one.
+
+    Those at the quarters of the range, which find the region of the best, and one on each side of
+    the value, which approach it.
+    """
+    low, high, scale = option.range.minimum, option.range.maximum, option.range.scale
+    inside = min(max(option.value, low), high)
+    if scale == "log":
+        here = math.log(inside / low) / math.log(high / low)
+    else:
+        here = (inside - low) / (high - low)
+
+    def at(place: float) -> float:
+        value = low * (high / low) ** place if scale == "log" else low + (high - low) * place
+        value = round(value) if option.whole else float(f"{value:.{_DIGITS}g}")
+        return min(max(value, math.ceil(low) if option.whole else low), high)
+
+    places = sorted({*_QUARTERS, max(0.0, here - _NEAR), min(1.0, here + _NEAR)})
+    found = dict.fromkeys(map(at, places))
+    return [one for one in found if one != option.value]
+
+
 def _candidates(config: Config) -> Iterator[tuple[str, float, Config]]:
     for path, option in tunable_options(config).items():
-        for value in option.candidates():
+        for value in candidates(option):
             try:
                 changed = with_values(config, {path: value})
             except ValueError:  # with the other options it makes no sense
