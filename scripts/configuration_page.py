@@ -70,6 +70,7 @@ def page() -> str:
             for kind in host.doors.kinds.values():
                 parts += inner("frontend.doors[]", kind.config_class)
             parts += kinds(host.protocols, "frontend.doors[].protocols[], ")
+            parts += kinds(host.response_stores, "store, ")
         elif field.name == "observers":
             parts.append("To write another, see [an example](../plugins/csv_observer/).\n")
             parts += kinds(host.observers)

@@ -387,6 +387,9 @@ def make_services(
         dispatcher=cast("Dispatcher", dispatcher),
         limiter=limiter,
         gate=gate or Gate(),
+        response_stores={
+            name: one.thing for name, one in installed_plugins().response_stores.kinds.items()
+        },
     )
 
 

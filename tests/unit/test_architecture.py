@@ -137,8 +137,9 @@ def test_packages_are_concepts() -> None:
         modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
         # The contract has one module for each kind of plugin and each group of values. Raised once,
         # on purpose, from 18, as the ceiling of names below from 80, when the contract grew to 0.2:
-        # what a request asks of an engine, what an engine offers, and documents of a registry.
-        most = 28 if folder.name == "contract" else 13
+        # what a request asks of an engine, what an engine offers, and documents of a registry;
+        # and by one for response stores.
+        most = 29 if folder.name == "contract" else 13
         assert len(modules) <= most, f"{folder.relative_to(CORE)} has {len(modules)} modules"
 
 

@@ -9,7 +9,8 @@ contract version arguments may be added here, never removed or reordered.
                                            fairness_register, tier_register,
                                            eviction_register, observer_register,
                                            authenticator_register, limiter_register,
-                                           door_register, protocol_register, parser_register,
+                                           door_register, protocol_register,
+                                           response_store_register, parser_register,
                                            operations_register, registry_register,
                                            launcher_register, event_bus_register,
                                            planner_register, tuning_register
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         PlannerRegister,
         ProtocolRegister,
         RegistryRegister,
+        ResponseStoreRegister,
         RouterRegister,
         StageRegister,
         TierRegister,
@@ -230,6 +232,17 @@ def protocol_register(register: ProtocolRegister) -> None:
 
     ``register(kind, config_class, protocol, stability="alpha")``: ``config_class`` subclasses
     ``ProtocolConfig``; ``protocol`` is an instance of ``Protocol``. Collect-all; must not block.
+    """
+
+
+@hookspec
+def response_store_register(register: ResponseStoreRegister) -> None:
+    """Called once at start, in every process. Offer response stores, where answers are kept.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``ResponseStoreConfig``; ``factory(config)`` makes one ``ResponseStore``, or None to keep
+    nothing, for each protocol on a door that keeps responses. Raises ConfigError where it cannot.
+    Collect-all; must not block.
     """
 
 

@@ -42,6 +42,7 @@ from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registration import Catalog, Kind, Origin, Register, StageRegister
 from commutator.contract.registry import Registry, RegistryConfig
+from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
 from commutator.contract.tuning import Tuning, TuningContext
@@ -156,6 +157,13 @@ SEAMS: Sequence[tuple[str, str, str, type[Any], Callable[[Any], str | None]]] = 
     ("limiter", "limiters", "limiter", LimiterConfig, _must_be_factory),
     ("door", "doors", "door", DoorConfig, _instance_of(Door, "a Door")),
     ("protocol", "protocols", "protocol", ProtocolConfig, _instance_of(Protocol, "a Protocol")),
+    (
+        "response_store",
+        "response_stores",
+        "response store",
+        ResponseStoreConfig,
+        _must_be_factory,
+    ),
     ("parser", "parsers", "parser", ParserConfig, _must_be_factory),
     ("operations", "operations", "operations", OperationsConfig, _must_be_factory),
     ("registry", "registries", "registry", RegistryConfig, _must_be_factory),
@@ -183,6 +191,7 @@ class PluginHost(PromptObserver):
     limiters: Catalog[Callable[[Any], Limiter]]
     doors: Catalog[Door[Any, Any]]
     protocols: Catalog[Protocol[Any, Any]]
+    response_stores: Catalog[Callable[[Any], ResponseStore | None]]
     parsers: Catalog[Callable[[Any, ParserModel], Parser]]
     operations: Catalog[Callable[[Any, OperationsContext], Operations]]
     registries: Catalog[Callable[[Any], Registry]]

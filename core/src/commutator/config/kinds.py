@@ -59,7 +59,11 @@ _PACKAGES = {
     "ray": ("launcher ray",),
     "records": ("observer audit", "observer recording"),
     "reference": ("engine reference",),
-    "responses": ("protocol responses",),
+    "responses": (
+        "protocol responses",
+        *(f"response store {one}" for one in ("memory", "none", "sqlite")),
+    ),
+    "responses-nats": ("response store nats",),
     "round-robin": ("router round_robin",),
     "s3": ("tier s3",),
     "session-affinity": ("router session_affinity",),

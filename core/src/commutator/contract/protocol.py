@@ -92,6 +92,9 @@ class MountedProtocol(ABC):
     def failed(self, failure: Failure) -> bytes:
         """The body of an answer that is no success, of the type ``failed_type``."""
 
+    async def close(self) -> None:
+        """Give up what it holds. Called once, after the last request."""
+
 
 class Protocol(ABC, Generic[ConfigT, ServicesT]):
     """What a protocol plugin registers. An instance has no state: several processes use it.

@@ -22,6 +22,7 @@ from commutator.contract.planner import PlannerConfig, PlannerContext, PlannerPo
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registry import Registry, RegistryConfig
+from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
 from commutator.contract.tuning import Tuning, TuningContext
@@ -47,6 +48,7 @@ __all__ = [
     "ProtocolRegister",
     "Register",
     "RegistryRegister",
+    "ResponseStoreRegister",
     "RouterRegister",
     "Stability",
     "StageRegister",
@@ -78,7 +80,7 @@ class Kind(Generic[ThingT]):
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
     "fairness", "observer", "authenticator", "limiter", "operations", "door", "protocol", "parser",
-    "registry", "launcher", "event bus", "planner" or "tuning"."""
+    "response store", "registry", "launcher", "event bus", "planner" or "tuning"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -207,6 +209,9 @@ OperationsRegister = Register[OperationsConfig, Callable[[Any, OperationsContext
 front-door process."""
 LimiterRegister = Register[LimiterConfig, Callable[[Any], Limiter]]
 """Offers a limiter by ``factory(config)``, called once in each supervisor and front door."""
+ResponseStoreRegister = Register[ResponseStoreConfig, Callable[[Any], ResponseStore | None]]
+"""Offers a response store by ``factory(config)``, called once for each protocol of a door that
+keeps responses; None: it keeps nothing."""
 RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""
 LauncherRegister = Register[

@@ -30,7 +30,7 @@ from commutator.contract.engine import ModelConfig
 from commutator.contract.limiter import LimiterContext, RequestLimiter
 from commutator.contract.operations import Operations, OperationsConfig, OperationsContext
 from commutator.contract.parser import Parser, ParserConfig, ParserModel
-from commutator.contract.protocol import DoorFacts
+from commutator.contract.protocol import DoorFacts, MountedProtocol
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
 from commutator.errors import CommutatorError, RegistryError
@@ -117,6 +117,9 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         registry=registry,
         registry_address=registry_address,
         planner=link,
+        response_stores={
+            name: one.thing for name, one in loaded.host.response_stores.kinds.items()
+        },
     )
     loaded.host.add_observer("metrics", services.metrics)
     await gate.start()
@@ -287,6 +290,7 @@ async def serve_frontend(
     """
     services.operations = _operations(host, operations, services, local_socket)
     opened: list[OpenDoor] = []
+    mounted: list[MountedProtocol] = []
     try:
         for number, config in enumerate(services.config.doors):
             facts = DoorFacts(
@@ -297,6 +301,7 @@ async def serve_frontend(
                 host.protocols.kinds[one.kind].thing.mount(one, services, facts)
                 for one in config.protocols
             ]
+            mounted += protocols
             door = host.doors.kinds[config.kind].thing
             opened.append(
                 await door.open(
@@ -314,6 +319,8 @@ async def serve_frontend(
     finally:
         for one in reversed(opened):
             await one.close()
+        for protocol in mounted:
+            await protocol.close()
 
 
 def _operations(

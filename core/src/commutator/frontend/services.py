@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from attrs import define, field
 
@@ -19,6 +20,7 @@ from commutator.contract.operations import Operations
 from commutator.contract.parser import Parser
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
+from commutator.contract.response_store import ResponseStore
 from commutator.contract.worker import KvStatistics
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
@@ -71,6 +73,8 @@ class FrontendServices:
     """Connections that the registry's process refused, by service."""
     unready: Sequence[UnreadyWorker] = ()
     """The workers that the supervisor starts, or cannot start."""
+    response_stores: Mapping[str, Callable[[Any], ResponseStore | None]] = field(factory=dict)
+    """What makes them, by kind."""
     operations: Sequence[Operations] = ()
     """What operators see and do on the doors, beside health, metrics and administration."""
     started_unix_s: int = field(factory=lambda: int(time.time()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 from attrs import frozen
 
 from commutator.contract.answer import Failure
+from commutator.contract.response_store import ResponseStore, StoredResponse
 from commutator.frontend import (
     Call,
     Plan,
@@ -22,15 +22,12 @@ from commutator.frontend import (
 )
 from commutator_responses.items import Item, input_items, with_ids
 from commutator_responses.reading import Asked, read_conversation, read_request
-from commutator_responses.store import ResponseStore, Stored
 from commutator_responses.tools import ServerTools
 from commutator_responses.truncation import fitted, prompt_limit
 from commutator_responses.values import not_served, optional, shown, wrong
 from commutator_responses.writer import ResponseWriter
 
 __all__ = ["Handlers"]
-
-log = logging.getLogger(__name__)
 
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100
@@ -47,7 +44,7 @@ class _Turn:
     """All, those of earlier turns first."""
     earlier: int = 0
     """How many are of earlier turns."""
-    previous: Stored | None = None
+    previous: StoredResponse | None = None
     """The response that it continues."""
 
     @property
@@ -93,7 +90,7 @@ class Handlers:
 
             async def written() -> None:
                 if keeps and self.store is not None:
-                    stored = Stored(
+                    stored = StoredResponse(
                         id=f"resp_{key}",
                         owner=call.principal.name,
                         previous=None if turn.previous is None else turn.previous.id,
@@ -101,10 +98,7 @@ class Handlers:
                         input=kept_input,
                         response=made[0].final,
                     )
-                    try:
-                        await self.store.put(stored)
-                    except Failure:  # it has logged why; the answer itself is good
-                        log.warning("request %s: its response is not kept", call.request_id)
+                    await self.store.put(stored)
 
             await answer(call, asked.generate, writer, limit, written=written)
 
@@ -170,7 +164,7 @@ class Handlers:
         earlier = _items_of(found)
         return _Turn([*earlier, *items], len(earlier), found[-1])
 
-    async def _history(self, call: Call, name: str, param: str) -> list[Stored]:
+    async def _history(self, call: Call, name: str, param: str) -> list[StoredResponse]:
         """The whole conversation up to a response. Raises ``Failure`` for 404."""
         store = self.store
         found = [] if store is None else await store.history(call.principal.name, name)
@@ -180,7 +174,7 @@ class Handlers:
             raise _absent(lost, param, f", which {name} continues")
         return found
 
-    async def _found(self, call: Call) -> Stored:
+    async def _found(self, call: Call) -> StoredResponse:
         name = call.parts["id"]
         found = [] if self.store is None else await self.store.history(call.principal.name, name, 1)
         if not found:
@@ -225,7 +219,7 @@ def _absent(name: str, param: str, more: str = "") -> Failure:
     return Failure(404, text, f"{kind}_not_found", param)
 
 
-def _items_of(turns: Sequence[Stored]) -> list[Item]:
+def _items_of(turns: Sequence[StoredResponse]) -> list[Item]:
     """Input and output, turn by turn."""
     found: list[Item] = []
     for turn in turns:

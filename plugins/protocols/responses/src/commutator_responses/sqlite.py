@@ -13,8 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from commutator.contract.answer import Failure
-from commutator_responses.store import ResponseStore, Stored
+from commutator.contract.response_store import ResponseStore, StoredResponse
 
 __all__ = ["SqliteStore"]
 
@@ -31,6 +30,8 @@ CREATE TABLE IF NOT EXISTS responses (
     session TEXT,
     size INTEGER NOT NULL,
     used REAL NOT NULL,
+    maker TEXT,
+    until REAL NOT NULL,
     UNIQUE (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (used);
@@ -50,15 +51,16 @@ CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON responses BEGIN
 END;
 """
 """Bodies stand apart, as SQLite writes a whole row anew whenever it is used."""
+_NAMES = ("id", "owner", "previous", "session", "input", "response", "maker", "until_unix_s")
 _FIND = (
-    "SELECT id, owner, previous, session, input, response FROM responses JOIN bodies "
+    "SELECT id, owner, previous, session, input, response, maker, until FROM responses JOIN bodies "
     "USING (number) WHERE owner = ? AND id = ?"
 )
 _EVICT = (
     "DELETE FROM responses WHERE number = (SELECT number FROM responses WHERE owner = "
     "(SELECT owner FROM owners ORDER BY size DESC LIMIT 1) ORDER BY used LIMIT 1)"
 )
-_BUSY_S = 10.0
+_BUSY_S = 5.0
 """How long one process waits for another to finish writing."""
 
 
@@ -89,10 +91,15 @@ class SqliteStore(ResponseStore):
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    async def put(self, stored: Stored) -> None:
+    async def put(self, stored: StoredResponse) -> None:
         await self._run(lambda connection: self._put(connection, stored))
 
-    async def history(self, owner: str, response_id: str, limit: int | None = None) -> list[Stored]:
+    async def replace(self, stored: StoredResponse, maker: str) -> bool:
+        return await self._run(lambda connection: self._replace(connection, stored, maker))
+
+    async def history(
+        self, owner: str, response_id: str, limit: int | None = None
+    ) -> list[StoredResponse]:
         return await self._run(lambda found: self._history(found, owner, response_id, limit))
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -121,37 +128,41 @@ class SqliteStore(ResponseStore):
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except sqlite3.Error as error:
             log.warning("%s: %s", self._path, error)
-            text = "what is kept of responses cannot be read or written now; try again, or send "
-            text += "store: false without previous_response_id"
-            raise Failure(503, text, "store_unavailable") from error
+            raise self.unavailable() from error
 
-    def _put(self, connection: sqlite3.Connection, stored: Stored) -> None:
+    def _put(self, connection: sqlite3.Connection, stored: StoredResponse) -> None:
         self._delete(connection, stored.owner, stored.id)
         size = stored.size_bytes
         if size > self.max_bytes:
             return
         while self._size(connection) + size > self.max_bytes:
             connection.execute(_EVICT)
-        row = (stored.owner, stored.id, stored.previous, stored.session, size)
+        row = (stored.owner, stored.id, stored.previous, stored.session, stored.maker)
         made = connection.execute(
-            "INSERT INTO responses (owner, id, previous, session, size, used) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            (*row, self._used(connection)),
+            "INSERT INTO responses (owner, id, previous, session, maker, until, size, used) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row, stored.until_unix_s, size, self._used(connection)),
         )
         bodies = (made.lastrowid, stored.input, stored.response)
         connection.execute("INSERT INTO bodies VALUES (?, ?, ?)", bodies)
 
+    def _replace(self, connection: sqlite3.Connection, stored: StoredResponse, maker: str) -> bool:
+        found = connection.execute(_FIND, (stored.owner, stored.id)).fetchone()
+        if found is None or found[_NAMES.index("maker")] != maker:
+            return False
+        self._put(connection, stored)
+        return True
+
     def _history(
         self, connection: sqlite3.Connection, owner: str, response_id: str, limit: int | None
-    ) -> list[Stored]:
-        found: list[Stored] = []
+    ) -> list[StoredResponse]:
+        found: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None and (limit is None or len(found) < limit):
             row = connection.execute(_FIND, (owner, wanted)).fetchone()
             if row is None:
                 break
-            names = ("id", "owner", "previous", "session", "input", "response")
-            found.append(Stored(**dict(zip(names, row, strict=True))))
+            found.append(StoredResponse(**dict(zip(_NAMES, row, strict=True))))
             wanted = found[-1].previous
         found.reverse()
         for one in found:
@@ -165,6 +176,14 @@ class SqliteStore(ResponseStore):
         key = (owner, response_id)
         done = connection.execute("DELETE FROM responses WHERE owner = ? AND id = ?", key)
         return done.rowcount > 0
+
+    async def close(self) -> None:
+        def close() -> None:
+            if self._connection is not None:
+                self._connection.close()
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, close)
+        self._thread.shutdown()
 
     def _size(self, connection: sqlite3.Connection) -> int:
         (size,) = connection.execute("SELECT coalesce(sum(size), 0) FROM owners").fetchone()
