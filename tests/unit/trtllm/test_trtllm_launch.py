@@ -47,7 +47,7 @@ def test_what_is_missing_is_found_before_a_start(
 
     assert found(CONFIG) == [], "another program may need no GPU"
     told = found(evolve(CONFIG, command=("no-such-serve",), args=("--host=x",)), max_model_len=None)
-    assert [line.partition(":")[0] for line in told] == ["model", "args", "command"]
+    assert [line.partition(":")[0] for line in told] == ["model", "command", "args"]
     program = tmp_path / "trtllm-serve"
     program.touch(mode=0o755)
     (no_gpu,) = found(evolve(CONFIG, command=(str(program),)))

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import attrs
@@ -36,10 +36,9 @@ from commutator.trust import is_loopback, secret_of_this_process
 __all__ = [
     "RANKS_ON_LOOPBACK",
     "HttpRelay",
-    "KeyedServerConfig",
-    "LaunchModule",
     "NodeGroup",
     "PythonServerConfig",
+    "ServerAccess",
     "ServerConfig",
     "ServerConnector",
     "api_key_at",
@@ -130,9 +129,11 @@ class ServerConfig(EngineConfig):
 
 
 @frozen(kw_only=True)
-class KeyedServerConfig(ServerConfig):
-    """Servers that ask for an API key, and publish KV events."""
+class PythonServerConfig(ServerConfig):
+    """Servers that an environment's own Python runs: with an API key, and KV events."""
 
+    python: str
+    args: tuple[str, ...]
     api_key: Secret | None = setting(
         "The `--api-key` of the server at `url`.", None, validator=only_to_attach
     )
@@ -156,14 +157,6 @@ class KeyedServerConfig(ServerConfig):
             return None
         return EventSource(endpoint=self.kv_events, replay_endpoint=self.kv_events_replay)
 
-
-@frozen(kw_only=True)
-class PythonServerConfig(KeyedServerConfig):
-    """Servers that the Python of an environment of their own runs."""
-
-    python: str
-    args: tuple[str, ...]
-
     @property
     def on_cpu(self) -> bool:
         """Whether the options say that it runs without a GPU."""
@@ -175,22 +168,15 @@ class PythonServerConfig(KeyedServerConfig):
         return self.role != "both"
 
 
-ConfigT = TypeVar("ConfigT", bound=KeyedServerConfig)
+class ServerAccess(TypedDict, total=False):
+    """How a client reaches a server: arguments of ``HttpServer``."""
+
+    api_key: str | None
+    answer_timeout_s: float
+    of_cluster: bool
 
 
-class LaunchModule(Protocol):
-    """How the servers of one engine are launched. Its imports may be heavy."""
-
-    def problems(
-        self, config: Any, model: ModelConfig, tiers: Sequence[TierConfig]
-    ) -> Iterable[str]:
-        """As ``EngineConnector.problems``, of servers that are to be launched."""
-
-    def warnings(self, config: Any) -> Iterable[str]:
-        """As ``EngineConnector.warnings``, likewise."""
-
-    def launch_plan(self, config: Any, context: LaunchContext) -> LaunchPlan:
-        """The plan for a server that is to be launched."""
+ConfigT = TypeVar("ConfigT", bound=PythonServerConfig)
 
 
 class ServerConnector(EngineConnector[ConfigT]):
@@ -202,20 +188,25 @@ class ServerConnector(EngineConnector[ConfigT]):
     uses_tiers = True
     secures_connections = True
     launch_module: ClassVar[str]
-    """The name of a ``LaunchModule``, which is imported on first use."""
+    """A module with functions ``problems``, ``warnings`` and ``launch_plan`` of servers that are to
+    be launched; it is imported on first use, because its imports may be heavy."""
 
     @property
-    def _launch(self) -> LaunchModule:
-        return cast(LaunchModule, import_module(self.launch_module))
+    def _launch(self) -> Any:
+        return import_module(self.launch_module)
 
     def problems(
         self, config: ConfigT, model: ModelConfig, tiers: Sequence[TierConfig]
     ) -> Iterable[str]:
-        return () if config.url is not None else self._launch.problems(config, model, tiers)
+        found: Iterable[str] = ()
+        if config.url is None:
+            found = self._launch.problems(config, model, tiers)
+        return found
 
     def warnings(self, config: ConfigT, model: ModelConfig) -> Iterable[str]:
         del model
-        return () if config.url is not None else self._launch.warnings(config)
+        found: Iterable[str] = () if config.url is not None else self._launch.warnings(config)
+        return found
 
     @abstractmethod
     def paths(self) -> HttpRelay:
@@ -227,17 +218,18 @@ class ServerConnector(EngineConnector[ConfigT]):
         key = None if config.api_key is None else config.api_key.reveal()
         return attrs.evolve(self.paths(), api_key=key)
 
-    def client_key(self, config: ConfigT, address: str) -> str | None:
-        """The API key for a server that runs already, was launched, or is relayed."""
+    def access(self, config: ConfigT, address: str) -> ServerAccess:
+        """How to reach a server that runs already, was launched, or is relayed."""
         if address != config.url:
-            return api_key_at(address)
-        return None if config.api_key is None else config.api_key.reveal()
+            return {"api_key": api_key_at(address), "of_cluster": True}
+        return {"api_key": None if config.api_key is None else config.api_key.reveal()}
 
     def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:
-        if config.url is None:
-            return self._launch.launch_plan(config, context)
-        warn_of_unused_tiers(context)
-        return None
+        if config.url is not None:
+            warn_of_unused_tiers(context)
+            return None
+        plan: LaunchPlan = self._launch.launch_plan(config, context)
+        return plan
 
     def attach_address(self, config: ConfigT) -> str:
         assert config.url is not None

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -110,19 +110,13 @@ def server_problems(
     config: PythonServerConfig,
     model: ModelConfig,
     needs: ServerNeeds,
-    checks: Sequence[Callable[[], object]] = (),
+    further: Iterable[str] = (),
 ) -> Iterator[str]:
     """Why a server cannot be launched here, in the form of ``EngineConnector.problems``.
 
-    ``config`` has no `url`. ``checks``, which raise ConfigError, are made if nothing else is wrong.
+    ``config`` has no `url`. ``further`` problems are looked for if nothing else is wrong.
     """
-    found = list(_server_problems(config, model, needs))
-    yield from found
-    for check in () if found else checks:
-        try:
-            check()
-        except ConfigError as error:
-            yield from error.problems
+    yield from list(_server_problems(config, model, needs)) or further
 
 
 def _server_problems(

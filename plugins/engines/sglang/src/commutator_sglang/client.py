@@ -8,6 +8,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Unpack
 
 from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
@@ -25,7 +26,7 @@ from commutator_engine_kit.http import (
     HttpEngineClient,
     HttpServer,
 )
-from commutator_engine_kit.launching import HttpRelay
+from commutator_engine_kit.launching import HttpRelay, ServerAccess
 from commutator_sglang.discovery import (
     UNIX_SOCKET,
     engine_info,
@@ -66,24 +67,9 @@ class SglangClient(HttpEngineClient):
     """Talks to the server at ``url``, http://HOST:PORT."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        kv_events: EventSource | None = None,
-        answer_timeout_s: float = 10.0,
-        of_cluster: bool = False,
+        self, url: str, *, kv_events: EventSource | None = None, **access: Unpack[ServerAccess]
     ) -> None:
-        super().__init__(
-            HttpServer(
-                "SGLang",
-                url,
-                api_key=api_key,
-                alive_path=_ALIVE,
-                answer_timeout_s=answer_timeout_s,
-                of_cluster=of_cluster,
-            )
-        )
+        super().__init__(HttpServer("SGLang", url, alive_path=_ALIVE, **access))
         self._given_events = kv_events
         self._server_info: ServerInfo | None = None
 

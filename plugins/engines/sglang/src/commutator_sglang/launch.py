@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from attrs import evolve
@@ -81,8 +80,7 @@ def problems(
     config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
 ) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    checks = [partial(_check_tiers, config)] if tiers else []
-    return server_problems(config, model, _NEEDS, checks)
+    return server_problems(config, model, _NEEDS, _contradictions(config, tiers))
 
 
 def warnings(config: SglangConfig) -> Iterator[str]:
@@ -93,8 +91,8 @@ def warnings(config: SglangConfig) -> Iterator[str]:
 def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
     python = python_at(config.python, _NEEDS.advice, config.where)
-    if context.tiers:
-        _check_tiers(config)
+    if found := list(_contradictions(config, context.tiers)):
+        raise ConfigError(found, config.where)
     source = locate_model(context.model.source)
     if config.role == "prefill" and context.kv_host != context.host:
         # Its bootstrap server, which decode servers ask for the KV, listens where its own does.
@@ -190,19 +188,19 @@ def server_arguments(
     return with_defaults({**added, "--incremental-streaming-output": ""}, config.args)
 
 
-def _check_tiers(config: SglangConfig) -> None:
-    """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
-    problem, given = None, argument_names(config.args, _NEEDS.ours, config.where)
+def _contradictions(config: SglangConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
+    """Why the server would ignore the tiers, or cannot load our plugin."""
+    if not tiers:
+        return
+    given = argument_names(config.args, _NEEDS.ours, config.where)
     if config.role != "both":
-        problem = f"a server with role {config.role} cannot use them; remove one"
+        yield f"tiers: a server with role {config.role} cannot use them; remove one"
     elif _BACKEND in given or _OPTIONS in given:
-        problem = f"{_BACKEND} and its options are set from `tiers`; remove them from `args`"
+        yield f"tiers: {_BACKEND} and its options are set from `tiers`; remove them from `args`"
     elif "--disable-radix-cache" in given:
-        problem = "they have no use with --disable-radix-cache; remove one"
-    else:
-        problem = missing_plugin(config.python, "commutator-sglang", _NEEDS.made_by)
-    if problem is not None:
-        raise ConfigError([f"tiers: {problem}"], config.where)
+        yield "tiers: they have no use with --disable-radix-cache; remove one"
+    elif lack := missing_plugin(config.python, "commutator-sglang", _NEEDS.made_by):
+        yield f"tiers: {lack}"
 
 
 def _tier_arguments(context: LaunchContext) -> dict[str, str]:

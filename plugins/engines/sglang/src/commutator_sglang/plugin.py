@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from commutator import (
-    EngineClient,
-    EngineRegister,
-    HandoverStyle,
-    hookimpl,
-)
+from commutator import EngineClient, EngineRegister, HandoverStyle, hookimpl
 from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
@@ -28,12 +23,8 @@ class SglangConnector(ServerConnector[SglangConfig]):
     def connect(self, config: SglangConfig, address: str) -> EngineClient:
         from commutator_sglang.client import SglangClient
 
-        return SglangClient(
-            address,
-            api_key=self.client_key(config, address),
-            of_cluster=address != config.url,
-            kv_events=config.event_source,
-        )
+        access = self.access(config, address)
+        return SglangClient(address, kv_events=config.event_source, **access)
 
     def handover_style(self, config: SglangConfig) -> HandoverStyle | None:
         return RoomHandover()  # each server reports whether it takes part

@@ -43,11 +43,10 @@ def problems(
     config: TrtllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
 ) -> Iterator[str]:
     """As ``EngineConnector.problems``."""
-    checks: list[Callable[[], object]] = [partial(_check_entry, config, model)]
+    checks: list[Callable[[], object]] = [partial(_check, config, model, tiers)]
     if config.url is None:
         checks.append(partial(argument_names, config.args, _OURS, config.where))
-        checks += [partial(_check_tiers, config)] if tiers else []
-        checks += [partial(_check_program, config), partial(_checkpoint, config, model)]
+        checks.append(partial(_checkpoint, config, model))
     for check in checks:
         try:
             check()
@@ -60,15 +59,28 @@ def problems(
         )
 
 
-def _check_entry(config: TrtllmConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for options that contradict each other."""
+def _check(config: TrtllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> None:
+    """Raises ConfigError for options that contradict each other, and for a missing program."""
+    found = []
     if model.max_model_len is None:
-        raise ConfigError(
-            [f"model: {model.name} needs max_model_len: TensorRT-LLM does not report it"],
-            config.where,
-        )
+        found.append(f"model: {model.name} needs max_model_len: TensorRT-LLM does not report it")
     if config.url is not None and config.replicas > 1:
-        raise ConfigError(["replicas: `url` is one server; add an entry for each"], config.where)
+        found.append("replicas: `url` is one server; add an entry for each")
+    if tiers and config.url is None and config.takes_part_in_handovers:
+        found.append(
+            "tiers: a server that hands over KV (`role`, `cache_transceiver_config`) cannot use "
+            "them: TensorRT-LLM warns against both together"
+        )
+    elif tiers and config.url is None and "kv_connector_config" in config.options:
+        found.append("tiers: `options` already set a kv_connector_config; remove one of the two")
+    program = config.command[0]
+    if config.url is None and not shutil.which(program, path=revealed(config.env).get("PATH")):
+        found.append(
+            f"command: {program} was not found; install TensorRT-LLM, which needs an NVIDIA GPU, "
+            "and set `command` to the path of its `trtllm-serve`, or attach to a server by `url`"
+        )
+    if found:
+        raise ConfigError(found, config.where)
 
 
 def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
@@ -77,7 +89,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     The sidecar's address is the worker's. Raises ConfigError when the model, an argument or a tier
     is unusable.
     """
-    _check_entry(config, context.model)
+    _check(config, context.model, context.tiers)
     longest = context.model.max_model_len
     assert longest is not None
     url, command = config.url, tuple[str, ...]()
@@ -106,9 +118,6 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
 def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> tuple[str, ...]:
     """The command line of the server. Writes its YAML file. Raises ConfigError."""
     argument_names(config.args, _OURS, config.where)
-    if context.tiers:
-        _check_tiers(config)
-    _check_program(config)
     options = server_options(
         config.role,
         hands_over=config.takes_part_in_handovers,
@@ -125,33 +134,9 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     return (*command, "--extra_llm_api_options", str(file), *config.args)
 
 
-def _check_tiers(config: TrtllmConfig) -> None:
-    """Raises ConfigError when the server would ignore the tiers, or cannot work with them."""
-    problem = None
-    if config.takes_part_in_handovers:
-        problem = (
-            "a server that hands over KV (`role`, `cache_transceiver_config`) cannot use them: "
-            "TensorRT-LLM warns against both together"
-        )
-    elif "kv_connector_config" in config.options:
-        problem = "`options` already set a kv_connector_config; remove one of the two"
-    if problem is not None:
-        raise ConfigError([f"tiers: {problem}"], config.where)
-
-
 def _tiers_environment(context: LaunchContext) -> dict[str, str]:
     """Writes the tiers to a file for the worker, and returns the environment that names it."""
     return {f"{PREFIX}TIERS": str(write_tiers(context)), f"{PREFIX}WORKER": context.worker_id}
-
-
-def _check_program(config: TrtllmConfig) -> None:
-    program = config.command[0]
-    if shutil.which(program, path=revealed(config.env).get("PATH")) is None:
-        advice = (
-            "install TensorRT-LLM, which needs an NVIDIA GPU, and set `command` to the path of its "
-            "`trtllm-serve`, or attach to a server by `url`"
-        )
-        raise ConfigError([f"command: {program} was not found; {advice}"], config.where)
 
 
 def _checkpoint(config: TrtllmConfig, model: ModelConfig) -> str:

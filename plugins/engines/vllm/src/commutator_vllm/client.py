@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Unpack
 from urllib.parse import parse_qs, urlsplit
 
 from attrs import evolve, frozen
@@ -21,7 +22,7 @@ from commutator_engine_kit.http import (
     HttpEngineClient,
     HttpServer,
 )
-from commutator_engine_kit.launching import HttpRelay, api_key_at
+from commutator_engine_kit.launching import HttpRelay, ServerAccess, api_key_at
 from commutator_vllm.discovery import (
     KvEventSource,
     cache_facts,
@@ -60,22 +61,12 @@ class VllmClient(HttpEngineClient):
         self,
         url: str,
         *,
-        api_key: str | None = None,
         use_priority: bool = True,
         kv_events: EventSource | None = None,
         hands_over: bool = False,
-        answer_timeout_s: float = 10.0,
-        of_cluster: bool = False,
+        **access: Unpack[ServerAccess],
     ) -> None:
-        super().__init__(
-            HttpServer(
-                "vLLM",
-                url,
-                api_key=api_key,
-                answer_timeout_s=answer_timeout_s,
-                of_cluster=of_cluster,
-            )
-        )
+        super().__init__(HttpServer("vLLM", url, **access))
         self._use_priority = use_priority
         self._given_events = kv_events
         self._hands_over = hands_over

@@ -82,10 +82,7 @@ _NEEDS = ServerNeeds(
 
 def problems(config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    checks = [(_check_group, config.nodes > 1), (_check_tiers, bool(tiers))]
-    checks.append((_check_token_api, config.connection == "token_api"))
-    wanted = [partial(check, config) for check, is_wanted in checks if is_wanted]
-    return server_problems(config, model, _NEEDS, wanted)
+    return server_problems(config, model, _NEEDS, _contradictions(config, tiers))
 
 
 def warnings(config: VllmConfig) -> Iterator[str]:
@@ -97,8 +94,8 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
     python = python_at(config.python, _NEEDS.advice, config.where)
     source = locate_model(context.model.source)
-    if context.tiers:
-        _check_tiers(config)
+    if found := list(_contradictions(config, context.tiers)):
+        raise ConfigError(found, config.where)
     arguments = server_arguments(config, context, directory_for(source))
     group = context.group
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
@@ -117,7 +114,6 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     url = address = f"http://{context.advertise}:{context.port}"
     if config.connection == "token_api":
-        _check_token_api(config)
         taken = {context.port, int(env.get(_SIDE_CHANNEL_PORT, 0))}
         at = context.guarded_host
         port = next(port for port in free_ports(at, 3) if port not in taken)
@@ -166,42 +162,32 @@ def _group_arguments(group: NodeGroup) -> tuple[str, ...]:
     )
 
 
-def _check_group(config: VllmConfig) -> None:
-    """Raises ConfigError for what `args` say against the option `nodes`."""
+def _contradictions(config: VllmConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
+    """What `args` say against other options, and what the environment lacks for these."""
+    plugin = partial(missing_plugin, config.python, "commutator-vllm", _NEEDS.made_by)
     given = argument_names(config.args, _NEEDS.ours, config.where)
-    problems = [
-        f"args: {name} contradicts `nodes`; remove one" for name in sorted(given & _NOT_IN_A_GROUP)
-    ]
-    ranks = _NEEDS.gpus_of_one(config.args)
-    if ranks % config.nodes:
-        problems.append(
-            f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
-            "--tensor-parallel-size in `args` to a multiple of it"
-        )
-    if problems:
-        raise ConfigError(problems, config.where)
-
-
-def _check_tiers(config: VllmConfig) -> None:
-    """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
-    problem = None
-    if config.has_own_connector:
-        problem = f"{KV_TRANSFER} in `args` replaces the connector that the tiers need; remove one"
-    elif "--no-enable-prefix-caching" in config.args:
-        problem = "they have no use with --no-enable-prefix-caching; remove one"
-    else:
-        problem = missing_plugin(config.python, "commutator-vllm", _NEEDS.made_by)
-    if problem is not None:
-        raise ConfigError([f"tiers: {problem}"], config.where)
-
-
-def _check_token_api(config: VllmConfig) -> None:
-    """Raises ConfigError when the server could not serve the token API."""
-    problem = missing_plugin(config.python, "commutator-vllm", _NEEDS.made_by)
-    if problem is None and "--disable-log-stats" in config.args:
-        problem = "--disable-log-stats hides the server's load from routing; remove it from `args`"
-    if problem is not None:
-        raise ConfigError([f"connection: token_api: {problem}"], config.where)
+    if config.nodes > 1:
+        for name in sorted(given & _NOT_IN_A_GROUP):
+            yield f"args: {name} contradicts `nodes`; remove one"
+        if (ranks := _NEEDS.gpus_of_one(config.args)) % config.nodes:
+            yield (
+                f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
+                "--tensor-parallel-size in `args` to a multiple of it"
+            )
+    if tiers and config.has_own_connector:
+        yield f"tiers: {KV_TRANSFER} in `args` replaces the connector that they need; remove one"
+    elif tiers and "--no-enable-prefix-caching" in given:
+        yield "tiers: they have no use with --no-enable-prefix-caching; remove one"
+    elif tiers and (lack := plugin()) is not None:
+        yield f"tiers: {lack}"
+    if config.connection == "token_api":
+        if (lack := plugin()) is not None:
+            yield f"connection: token_api: {lack}"
+        elif "--disable-log-stats" in given:
+            yield (
+                "connection: token_api: --disable-log-stats hides the server's load from routing; "
+                "remove it from `args`"
+            )
 
 
 def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from commutator import (
-    EngineClient,
-    EngineRegister,
-    HandoverStyle,
-    hookimpl,
-)
+from commutator import EngineClient, EngineRegister, HandoverStyle, hookimpl
 from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
@@ -34,11 +29,10 @@ class VllmConnector(ServerConnector[VllmConfig]):
             return VllmTokenClient(both, hands_over=config.takes_part_in_handovers)
         return VllmClient(
             address,
-            api_key=self.client_key(config, address),
-            of_cluster=address != config.url,
             hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
             kv_events=config.event_source,
+            **self.access(config, address),
         )
 
     def handover_style(self, config: VllmConfig) -> HandoverStyle | None:
