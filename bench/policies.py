@@ -35,7 +35,7 @@ from commutator_replay.replay import replay
 from commutator_replay.report import Report, report
 from commutator_replay.tables import load_trace
 from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from commutator_sim.config import SimParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.virtual import SimVirtualEngine
 
 __all__ = ["Setting", "best_other", "interval", "run", "settings"]
@@ -116,8 +116,13 @@ def settings() -> list[Setting]:
 
 
 def _worker(number: int, capacity_blocks: int) -> VirtualWorker:
-    parameters = SimParameters(block_size=TRACE_BLOCK_TOKENS, kv_capacity_blocks=capacity_blocks)
-    made = VirtualWorker.make(f"worker-{number}", SimVirtualEngine(parameters, TOKEN_BYTES))
+    config = SimConfig(
+        kind="sim",
+        block_size=TRACE_BLOCK_TOKENS,
+        kv_capacity_blocks=capacity_blocks,
+        kv_bytes_per_token=TOKEN_BYTES,
+    )
+    made = VirtualWorker.make(f"worker-{number}", SimVirtualEngine(config))
     live = made.live
     info = evolve(live.record.info, kv_capacity_blocks=capacity_blocks)
     live.record = evolve(live.record, info=info)

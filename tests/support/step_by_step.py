@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import astuple, define, field
 
-from commutator_sim.config import SimParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     Event,
     Finished,
@@ -84,7 +84,7 @@ class Job:
 class StepByStep:
     """Uses lists, makes one step at a time, and counts everything anew when it is needed."""
 
-    def __init__(self, parameters: SimParameters) -> None:
+    def __init__(self, parameters: SimConfig) -> None:
         self.p = parameters
         self.jobs: list[Job] = []
         self.admitted: list[Job] = []

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from math import inf
 from typing import Any
 
 from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.kv_integrity import check_integrity
+from tests.support.sim_config import bandwidth, sim_config, sim_tier
 from tests.support.step_by_step import StepByStep, told
 
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.request import KvRetention
 from commutator.contract.tier import AdmissionConfig
-from commutator_sim.config import SimParameters, TierParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     DEVICE,
     Event,
@@ -36,7 +38,7 @@ A_LONG_TIME_NS = 10**7
 class Script:
     """The actions of a driver: parameters, and actions by name."""
 
-    parameters: SimParameters
+    parameters: SimConfig
     actions: list[tuple[Any, ...]]
 
 
@@ -58,22 +60,24 @@ def request_of(
     return SimRequest(len(story), output, keys, priority)
 
 
-def random_parameters(rng: random.Random) -> SimParameters:
+def random_parameters(rng: random.Random) -> SimConfig:
     running = rng.randint(1, 5)
     names = rng.choice([[], ["host"], ["host", "disk"]])
-    return SimParameters(
+    size = rng.randint(1, 4)
+    return sim_config(
         prefill_tokens_per_s=1e9 / 3,
-        decode_base_ns=5,
-        decode_request_ns=2,
+        decode_base_s=5e-9,
+        decode_per_request_s=2e-9,
         max_running_requests=running,
         max_tokens_per_step=running + rng.randint(0, 12),
-        block_size=rng.randint(1, 4),
+        block_size=size,
         kv_capacity_blocks=rng.randint(4, 14),
         tiers=tuple(
-            TierParameters(
-                name=name,
-                capacity_blocks=rng.randint(1, 8),
-                load_block_ns=rng.randint(1, 40),
+            sim_tier(
+                name,
+                rng.randint(1, 8),
+                rng.randint(1, 40),
+                block_size=size,
                 latency_ns=rng.choice([0, 5]),
                 write=rng.choice(["through", "on_evict"]),
                 eviction=EvictionConfig(kind=rng.choice(["lru", "arc", "leaf_first"])),
@@ -82,12 +86,12 @@ def random_parameters(rng: random.Random) -> SimParameters:
             )
             for name in names
         ),
-        handover_latency_ns=rng.randint(0, 20),
-        handover_block_ns=rng.randint(1, 20),
+        handover_latency_s=rng.randint(0, 20) / 1e9,
+        handover_bandwidth_bytes_per_s=bandwidth(rng.randint(1, 20), size),
     )
 
 
-def random_request(rng: random.Random, parameters: SimParameters) -> SimRequest:
+def random_request(rng: random.Random, parameters: SimConfig) -> SimRequest:
     """Small against the KV capacity, or as large as it; prefixes are often shared."""
     room = parameters.kv_capacity_blocks * parameters.block_size
     longest = max(1, room // rng.choice([2, 2, 4]))
@@ -295,7 +299,7 @@ def test_nothing_happens_before_the_announced_time(script: Script) -> None:
 
 def follow(script: Script, events: list[Event]) -> dict[str, set[int]]:
     """The contents of each tier by the events alone; asserts that they are consistent and fit."""
-    capacity = {tier.name: tier.capacity_blocks for tier in script.parameters.tiers}
+    capacity: dict[str, int] = {tier.kind: tier.capacity_blocks for tier in script.parameters.tiers}
     capacity[DEVICE] = script.parameters.kv_capacity_blocks
     content: dict[str, set[int]] = {tier: set() for tier in capacity}
     for event in events:
@@ -335,7 +339,9 @@ def test_prefix_hits_equal_a_recount(script: Script) -> None:
 
     Where loading is faster than computing, all of it is loaded.
     """
-    fast = tuple(evolve(tier, load_block_ns=1, latency_ns=0) for tier in script.parameters.tiers)
+    fast = tuple(
+        evolve(tier, bandwidth_bytes_per_s=inf, latency_s=0.0) for tier in script.parameters.tiers
+    )
     model = SimModel(evolve(script.parameters, tiers=fast))
     events = list[Event]()
     size = script.parameters.block_size

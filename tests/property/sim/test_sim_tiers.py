@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.sim_config import sim_config, sim_tier
 
 from commutator.config.kinds import config_converter
 from commutator.contract.eviction import EvictionConfig
@@ -17,19 +18,19 @@ from commutator.contract.tier import AdmissionConfig
 from commutator.errors import ConfigError
 from commutator.plugins import installed_plugins
 from commutator.schema import structure
-from commutator_sim.config import SimParameters, TierParameters
+from commutator_sim.config import SimTier
 from commutator_sim.events import Offloaded, Removed
 from commutator_sim.request import SimRequest
 from commutator_sim.tiers import Load, OffloadTiers
 
-HOST = TierParameters(name="host", capacity_blocks=10, load_block_ns=100, write="on_evict")
-DISK = evolve(HOST, name="disk", capacity_blocks=100)
-FAST = TierParameters(name="host", capacity_blocks=10, load_block_ns=100)
+HOST = sim_tier("host", 10, 100, block_size=1000, write="on_evict")
+DISK = evolve(HOST, kind="disk", capacity_blocks=100)
+FAST = sim_tier("host", 10, 100, block_size=1000)
 
 
-def tiers_of(*tiers: TierParameters) -> OffloadTiers:
+def tiers_of(*tiers: SimTier) -> OffloadTiers:
     """Computing a block takes 1000 ns."""
-    return OffloadTiers(SimParameters(prefill_tokens_per_s=1e9, block_size=1000, tiers=tiers))
+    return OffloadTiers(sim_config(prefill_tokens_per_s=1e9, block_size=1000, tiers=tiers))
 
 
 def use(tiers: OffloadTiers, keys: Iterable[int], **asked: object) -> dict[str, set[int]]:
@@ -128,7 +129,9 @@ def test_a_pinned_block_stays_and_a_tenant_makes_room_with_its_own() -> None:
 
 
 def test_links_work_side_by_side_and_each_carries_one_load_after_the_other() -> None:
-    tiers = tiers_of(HOST, evolve(DISK, load_block_ns=300, latency_ns=50))
+    tiers = tiers_of(
+        HOST, sim_tier("disk", 100, 300, block_size=1000, latency_ns=50, write="on_evict")
+    )
     use(tiers, range(12))  # 0 and 1 are on the disk
     assert tiers.load([11, 10], 1000) == Load(2, 1200)
     assert tiers.load([9, 8, 0, 1], 1100) == Load(4, 1750)
@@ -136,7 +139,7 @@ def test_links_work_side_by_side_and_each_carries_one_load_after_the_other() -> 
 
 
 def test_what_is_faster_to_compute_is_loaded_once_and_then_computed() -> None:
-    tiers = tiers_of(evolve(HOST, load_block_ns=1001))
+    tiers = tiers_of(sim_tier("host", 10, 1001, block_size=1000, write="on_evict"))
     use(tiers, [1])
     assert tiers.load([1], 0) == Load(1, 1001), "its speed is not known"
     assert tiers.load([1], 5000) == Load()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from tests.support.planned_fleet import SIM
+from tests.support.sim_config import sim_config
 
 from commutator.contract.planner import (
     Arrivals,
@@ -22,7 +23,6 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.planning import FleetPlanner
 from commutator_replay.virtual import PrefillDone, RequestDone, VirtualRequest
-from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 from commutator_slo.config import SloConfig
 from commutator_slo.learned import LearnedSpeed, StepMeter, bucket_of
@@ -30,7 +30,7 @@ from commutator_slo.need import Need, Situation
 from commutator_slo.performance import Sample, sums_of
 from commutator_slo.pipeline import Pipeline
 
-TRUE = SimParameters().performance()
+TRUE = sim_config().performance()
 WRONG = evolve(SIM, prefill_tokens_per_s=2500.0, step_s=0.02, step_request_s=0.002)
 
 
@@ -38,7 +38,7 @@ def served(
     rate_per_s: float, seconds: float, prompts: int, seed: int = 1, doors: int = 1
 ) -> list[Mapping[int, SampleSums]]:
     """What each front door measures of a simulated worker with Poisson traffic of all of them."""
-    chance, engine, time_s = random.Random(seed), SimVirtualEngine(SimParameters(), 1), 0.0
+    chance, engine, time_s = random.Random(seed), SimVirtualEngine(sim_config()), 0.0
     flying: dict[int, tuple[int, int]] = {}
 
     def others(door: int, _worker: str) -> int:

@@ -12,11 +12,12 @@ import yaml
 from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.sim_config import sim_config
 
 from commutator.config.load import load_config
 from commutator.contract.planner import EnginePerformance
 from commutator_replay.virtual import PrefillDone, RequestDone, VirtualRequest
-from commutator_sim.config import SimParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.virtual import SimVirtualEngine
 from commutator_slo.cli.profile import _text
 from commutator_slo.config import SloConfig
@@ -56,24 +57,24 @@ class VirtualSender:
         ]
 
 
-def measured(parameters: SimParameters, beside_s: float = 0.0) -> tuple[Profile, VirtualSender]:
-    sender = VirtualSender(SimVirtualEngine(parameters, 1000), beside_s)
+def measured(parameters: SimConfig, beside_s: float = 0.0) -> tuple[Profile, VirtualSender]:
+    sender = VirtualSender(SimVirtualEngine(parameters), beside_s)
     made = asyncio.run(profile(sender, longest=8192, most_requests=16))
     return made, sender
 
 
 SPEEDS = st.builds(
-    SimParameters,
+    sim_config,
     prefill_tokens_per_s=st.floats(200, 50_000),
-    decode_base_ns=st.integers(2_000_000, 100_000_000),
-    decode_request_ns=st.integers(100_000, 10_000_000),
+    decode_base_s=st.floats(0.002, 0.1),
+    decode_per_request_s=st.floats(0.0001, 0.01),
 )
 
 
 @settings(max_examples=20, deadline=None)
 @given(SPEEDS, st.floats(0, 0.02))
 def test_the_fit_is_within_3_percent_of_a_simulated_workers_own_parameters(
-    parameters: SimParameters, beside_s: float
+    parameters: SimConfig, beside_s: float
 ) -> None:
     true = parameters.performance()
     made, sender = measured(parameters, beside_s)
@@ -103,7 +104,7 @@ def test_what_no_sample_tells_stays_where_the_fit_began() -> None:
 
 
 def test_the_file_goes_with_that_of_a_deployment(tmp_path: Path) -> None:
-    made, _ = measured(SimParameters())
+    made, _ = measured(sim_config())
     saved = tmp_path / "profile.yaml"
     saved.write_text(_text(made, {"worker_id": "r-0", "model": "m"}, datetime.now(UTC)))
     file = tmp_path / "cluster.yaml"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.sim_config import sim_config
 
 from commutator.contract.routing import (
     BusyConfig,
@@ -20,10 +21,9 @@ from commutator_balance import BalanceConfig, LeastLoaded
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.replay import Outcome, replay
 from commutator_replay.trace import TraceRequest
-from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 
-PARAMETERS = SimParameters(block_size=512, kv_capacity_blocks=100)
+PARAMETERS = sim_config(block_size=512, kv_capacity_blocks=100)
 CONFIG = BalanceConfig(kind="least_loaded", block_size=512)
 ONE = BusyConfig(max_active_requests=1)
 PROMPT_S = 0.05
@@ -52,8 +52,7 @@ def run(
     policy: RoutingPolicy | None = None,
 ) -> Outcome:
     fleet = [
-        VirtualWorker.make(f"w-{number}", SimVirtualEngine(PARAMETERS, 1000))
-        for number in range(workers)
+        VirtualWorker.make(f"w-{number}", SimVirtualEngine(PARAMETERS)) for number in range(workers)
     ]
     trace = [TraceRequest(time_ms, 400, 1, (100 + n,)) for n, time_ms in enumerate(times_ms)]
     return replay(trace, fleet, policy or LeastLoaded(CONFIG), busy=busy)

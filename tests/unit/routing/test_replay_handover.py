@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.sim_config import bandwidth, sim_config
 
 from commutator.contract.disagg import DisaggAnswer, DisaggPolicy, DisaggQuestion
 from commutator.contract.routing import BusyConfig
@@ -12,15 +13,14 @@ from commutator_replay.fleet import VirtualWorker
 from commutator_replay.prefill import ReplayDisagg
 from commutator_replay.replay import Outcome, replay
 from commutator_replay.trace import TraceRequest, at_rate, with_chats
-from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 
 MS = 1_000_000
-PARAMETERS = SimParameters(
+PARAMETERS = sim_config(
     block_size=512,
     kv_capacity_blocks=100,
-    handover_block_ns=10 * MS,
-    handover_latency_ns=5 * MS,
+    handover_bandwidth_bytes_per_s=bandwidth(10 * MS, 512),
+    handover_latency_s=0.005,
 )
 CONFIG = BalanceConfig(kind="least_loaded", block_size=512)
 
@@ -37,7 +37,7 @@ class Separate(DisaggPolicy):
 def run(
     *trace: TraceRequest, prefill: int = 1, busy: BusyConfig | None = None
 ) -> tuple[Outcome, list[SimVirtualEngine], Separate]:
-    engines = [SimVirtualEngine(PARAMETERS, 1000) for _ in range(1 + prefill)]
+    engines = [SimVirtualEngine(PARAMETERS) for _ in range(1 + prefill)]
     workers = [
         VirtualWorker.make(f"w-{i}", engine, Role.PREFILL if i else Role.DECODE)
         for i, engine in enumerate(engines)
@@ -67,7 +67,7 @@ def test_only_what_the_decode_worker_lacks_goes_over() -> None:
     assert first.cached_tokens == 0
     assert second.cached_tokens == 2048, "both workers had it"
     assert outcome.handed_over_tokens == 4096, "2,048 for each"
-    assert policy.asked[1].token_bytes == 1000
+    assert policy.asked[1].token_bytes == PARAMETERS.kv_bytes_per_token
     assert policy.asked[1].speeds.prefill_tokens_per_s == pytest.approx(2100 / 0.256)
     assert policy.asked[1].speeds.handover_latency_s is not None or (
         policy.asked[1].speeds.handover_bytes_per_s is not None

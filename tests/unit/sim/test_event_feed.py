@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
+from tests.support.sim_config import sim_config
 
 from commutator.contract.block import BlockRemoved, BlockStored, CacheLevel, KvEvent
 from commutator.kv_events.publisher import EventPublisher
 from commutator.routing.prefix_index.index import PrefixIndex
-from commutator_sim.config import SimParameters
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 from commutator_sim.kv_events import EventFeed, block_keys
 from commutator_sim.model import SimModel
@@ -99,7 +99,7 @@ async def test_what_was_gathered_is_sent_in_time() -> None:
 def test_an_index_learns_the_same(seed: int) -> None:
     rng = random.Random(seed)
     model = SimModel(
-        SimParameters(
+        sim_config(
             block_size=SIZE, kv_capacity_blocks=12, max_running_requests=4, max_tokens_per_step=16
         )
     )

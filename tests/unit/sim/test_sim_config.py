@@ -14,7 +14,8 @@ from commutator.contract.eviction import EvictionConfig
 from commutator.contract.tier import AdmissionConfig
 from commutator.plugins import installed_plugins
 from commutator.schema import StructureError, structure
-from commutator_sim.config import SimConfig, SimParameters, TierParameters
+from commutator_sim.config import SimConfig
+from commutator_sim.tiers import OffloadTiers
 
 HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}
 
@@ -29,7 +30,10 @@ def build(**settings: Any) -> SimConfig:
 
 
 def test_the_defaults_are_the_published_figures() -> None:
-    assert build().parameters() == SimParameters()
+    config = build()
+    assert config.prefill_tokens_per_s == 8000
+    assert config.step_ns(10, 0) == 6_000_000 + 10 * 350_000
+    assert (config.handover_block_ns, config.handover_latency_ns) == (209_715, 2_000_000)
 
 
 def test_every_setting_reaches_the_model() -> None:
@@ -58,30 +62,15 @@ def test_every_setting_reaches_the_model() -> None:
             }
         ],
     )
-    assert config.parameters() == SimParameters(
-        prefill_tokens_per_s=1000,
-        decode_base_ns=10_000_000,
-        decode_request_ns=1_000_000,
-        max_running_requests=3,
-        max_tokens_per_step=30,
-        block_size=8,
-        kv_capacity_blocks=99,
-        handover_latency_ns=500_000_000,
-        handover_block_ns=8_000_000,
-        tiers=(
-            TierParameters(
-                name="host",
-                capacity_blocks=5,
-                load_block_ns=8_000_000,
-                latency_ns=1_000_000,
-                write="on_evict",
-                eviction=config.tiers[0].eviction,
-                admission=AdmissionConfig(prompt_only=True, max_blocks=4, min_hits=2),
-                tenant_share=0.5,
-                tenant_shares={"a": 1.0},
-            ),
-        ),
-    )
+    assert (config.decode_base_ns, config.step_ns(3, 0)) == (10_000_000, 13_000_000)
+    assert config.step_ns(0, 30) == 30_000_000
+    assert (config.handover_block_ns, config.handover_latency_ns) == (8_000_000, 500_000_000)
+    tiers = OffloadTiers(config)
+    (link,), (spec,) = tiers._links, tiers.manager.tiers
+    assert (link.block_ns, link.latency_ns) == (8_000_000, 1_000_000)
+    assert (spec.name, spec.medium, spec.capacity_blocks) == ("host", "host", 5)
+    assert (spec.write, spec.tenant_share, spec.tenant_shares) == ("on_evict", 0.5, {"a": 1.0})
+    assert spec.admission == AdmissionConfig(prompt_only=True, max_blocks=4, min_hits=2)
 
 
 @pytest.mark.parametrize(("speedup", "factor"), [("unlimited", 0), (0, 0), (1, 1), (2.5, 2.5)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.sim_config import sim_config, sim_tier
 
-from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import Finished, FirstToken, Preempted, Steps
 from commutator_sim.model import SimModel
 from commutator_sim.request import SimRequest
@@ -25,19 +25,19 @@ def run(model: SimModel, *requests: SimRequest) -> dict[tuple[str, int], int]:
 
 
 def test_prefill_and_decode_take_their_published_times() -> None:
-    times = run(SimModel(SimParameters()), SimRequest(8000, 101))
+    times = run(SimModel(sim_config()), SimRequest(8000, 101))
     assert times["FirstToken", 0] == 1 * S
     assert times["Finished", 0] == 1 * S + 100 * 6_350_000
 
 
 def test_a_larger_batch_decodes_more_slowly() -> None:
-    times = run(SimModel(SimParameters()), *(SimRequest(100, 11) for _ in range(10)))
+    times = run(SimModel(sim_config()), *(SimRequest(100, 11) for _ in range(10)))
     assert {times["FirstToken", key] for key in range(10)} == {125 * MS}  # one step of 1000 tokens
     assert {times["Finished", key] for key in range(10)} == {125 * MS + 10 * 9_500_000}
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
-    model = SimModel(SimParameters(max_tokens_per_step=801, max_running_requests=8))
+    model = SimModel(sim_config(max_tokens_per_step=801, max_running_requests=8))
     model.submit(0, SimRequest(800, 50))
     model.advance(100 * MS)
     model.submit(1, SimRequest(1600, 1))
@@ -47,7 +47,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
-    model = SimModel(SimParameters(block_size=512))
+    model = SimModel(sim_config(block_size=512))
     run(model, SimRequest(1400, 1, [11, 12]))
     start_ns = model.now_ns
     model.submit(7, SimRequest(1424, 1, [11, 12]))
@@ -56,7 +56,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 
 
 def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
-    model = SimModel(SimParameters(block_size=512))
+    model = SimModel(sim_config(block_size=512))
     run(model, SimRequest(1024, 1, [11, 12]))
     model.submit(7, SimRequest(1024, 1, [11, 12]))
     (first,) = [event for event in model.advance() if isinstance(event, FirstToken)]
@@ -64,14 +64,14 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_block() -> None:
 
 
 def test_what_waits_for_a_place_starts_when_one_is_free() -> None:
-    model = SimModel(SimParameters(max_running_requests=1))
+    model = SimModel(sim_config(max_running_requests=1))
     times = run(model, SimRequest(80, 11), SimRequest(80, 1))
     assert times["Finished", 0] == 10 * MS + 10 * 6_350_000
     assert times["FirstToken", 1] == times["Finished", 0] + 10 * MS
 
 
 def test_a_smaller_priority_is_served_first() -> None:
-    model = SimModel(SimParameters(max_running_requests=1))
+    model = SimModel(sim_config(max_running_requests=1))
     times = run(model, SimRequest(80, 1), SimRequest(80, 1, priority=1), SimRequest(80, 1))
     order = sorted(range(3), key=lambda key: times["Finished", key])
     assert order == [0, 2, 1]
@@ -79,7 +79,7 @@ def test_a_smaller_priority_is_served_first() -> None:
 
 def test_the_last_comer_makes_room_and_keeps_its_tokens() -> None:
     """Each needs two blocks in the end and there are three: the second has to wait."""
-    model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=3))
+    model = SimModel(sim_config(block_size=8, kv_capacity_blocks=3))
     model.submit(0, SimRequest(8, 9))
     model.submit(1, SimRequest(8, 9))
     events = model.advance(2 * MS)
@@ -94,8 +94,8 @@ def test_the_last_comer_makes_room_and_keeps_its_tokens() -> None:
 
 
 def test_blocks_from_a_tier_come_at_its_bandwidth() -> None:
-    tiers = (TierParameters(name="host", capacity_blocks=10, load_block_ns=250_000, latency_ns=MS),)
-    model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=4, tiers=tiers))
+    tiers = (sim_tier("host", 10, 250_000, block_size=8, latency_ns=MS),)
+    model = SimModel(sim_config(block_size=8, kv_capacity_blocks=4, tiers=tiers))
     run(model, SimRequest(24, 1, [1, 2, 3]))
     model.submit(1, SimRequest(32, 1, [5, 6, 7, 8]))
     model.advance()
@@ -106,8 +106,8 @@ def test_blocks_from_a_tier_come_at_its_bandwidth() -> None:
 
 
 def test_one_link_carries_one_load_after_the_other() -> None:
-    tiers = (TierParameters(name="disk", capacity_blocks=10, load_block_ns=MS // 2),)
-    model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=4, tiers=tiers))
+    tiers = (sim_tier("disk", 10, MS // 2, block_size=8),)
+    model = SimModel(sim_config(block_size=8, kv_capacity_blocks=4, tiers=tiers))
     run(model, SimRequest(8, 1, [1]), SimRequest(8, 1, [2]))
     model.submit(2, SimRequest(32, 1, [5, 6, 7, 8]))
     model.advance()
@@ -119,7 +119,7 @@ def test_one_link_carries_one_load_after_the_other() -> None:
 
 
 def test_the_cost_is_by_event_not_by_token() -> None:
-    model = SimModel(SimParameters(block_size=512, kv_capacity_blocks=1000))
+    model = SimModel(sim_config(block_size=512, kv_capacity_blocks=1000))
     model.submit(0, SimRequest(100, 100_000))
     model.submit(1, SimRequest(200, 100_000))
     events = model.advance()
@@ -130,7 +130,7 @@ def test_the_cost_is_by_event_not_by_token() -> None:
 
 
 def test_what_never_fits_is_refused() -> None:
-    model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=3))
+    model = SimModel(sim_config(block_size=8, kv_capacity_blocks=3))
     model.submit(0, SimRequest(17, 8))
     with pytest.raises(ValueError, match="needs 4 KV blocks; there are 3"):
         model.submit(1, SimRequest(17, 9))

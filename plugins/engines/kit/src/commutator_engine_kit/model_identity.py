@@ -22,6 +22,7 @@ __all__ = [
     "adapter_digest",
     "model_facts",
     "served_identity",
+    "weights_digest",
     "weights_revision",
 ]
 
@@ -81,7 +82,7 @@ def weights_revision(model: str, revision: str | None = None) -> str:
     path = Path(model)
     if not path.is_dir():
         path = _snapshot(model, revision)
-    return path.name if path.parent.name == "snapshots" else _digest(path)
+    return path.name if path.parent.name == "snapshots" else weights_digest(path)
 
 
 def adapter_digest(directory: Path) -> str:
@@ -130,10 +131,13 @@ def _snapshot(model: str, revision: str | None) -> Path:
     return Path(snapshot_download(model, revision=revision, local_files_only=True))
 
 
-def _digest(path: Path) -> str:
+def weights_digest(path: Path) -> str:
+    """A digest of the bytes of a file, or of the names and bytes of a directory's files."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     state = xxhash.xxh3_128()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        state.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+    for file in files:
+        name = str(file.relative_to(path)) if path.is_dir() else ""
+        state.update(f"{name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as opened:
             while piece := opened.read(_READ_BYTES):
                 state.update(piece)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from attrs import frozen
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ from torch.nn.functional import linear
 from commutator.contract.block import CacheIdentity
 from commutator.errors import ConfigError
 from commutator.tokenizer import GgufTensor
+from commutator_engine_kit.model_identity import weights_digest
 from commutator_reference.llama import LlamaConfig, read_json
 
 __all__ = [
@@ -35,9 +35,6 @@ __all__ = [
     "hf_tensors",
     "read_gguf_tensor",
 ]
-
-_READ_BYTES = 8 << 20
-
 
 TensorSource = Callable[[str], Tensor]
 """A tensor by its Hugging Face name, in Hugging Face's row order; KeyError when there is none."""
@@ -234,16 +231,12 @@ def read_gguf_tensor(data: NDArray[np.uint8], entry: GgufTensor) -> NDArray[np.f
     raw = np.asarray(data[entry.offset : entry.offset + math.prod(outer) * row_bytes])
     if raw.size < math.prod(outer) * row_bytes:
         raise ValueError("the file ends before it does")
-    if kind == GGMLQuantizationType.F32:
-        return raw.view(np.float32).reshape(entry.shape).copy()
-    if kind == GGMLQuantizationType.F16:
-        return raw.view(np.float16).reshape(entry.shape).astype(np.float32)
     try:
         values: NDArray[np.float32] = dequantize(raw.reshape(*outer, row_bytes), kind)
     except NotImplementedError:
         message = f"the type {kind.name} cannot be read; use another quantization"
         raise ValueError(message) from None
-    return values
+    return values.copy() if kind == GGMLQuantizationType.F32 else values
 
 
 def _half_split(weight: Tensor, heads: int) -> Tensor:
@@ -262,7 +255,7 @@ def cache_identity(
 
     Reads every byte of the weights: two fine-tunes may differ in a single tensor.
     """
-    digest = _digest(path)
+    digest = weights_digest(path)
     return CacheIdentity(
         model=name,
         weights=digest,
@@ -274,15 +267,3 @@ def cache_identity(
         ),
         block_size=block_size,
     )
-
-
-def _digest(path: Path) -> str:
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    state = xxhash.xxh3_128()
-    for file in files:
-        name = str(file.relative_to(path)) if path.is_dir() else ""
-        state.update(f"{name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as opened:
-            while piece := opened.read(_READ_BYTES):
-                state.update(piece)
-    return state.hexdigest()

@@ -1,16 +1,14 @@
-"""The options of a `sim` engine entry, and what the model gets of them."""
+"""The options of a `sim` engine entry, which are the parameters of its model, too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from attrs import Attribute, Factory, frozen
+from attrs import Attribute, frozen
 
 from commutator import (
     Bounds,
     EngineConfig,
-    EvictionConfig,
     NonNegativeInt,
     PositiveInt,
     PositiveSeconds,
@@ -18,74 +16,9 @@ from commutator import (
     setting,
 )
 from commutator.contract.planner import EnginePerformance
-from commutator.contract.tier import AdmissionConfig, TierPolicyConfig
+from commutator.contract.tier import TierPolicyConfig
 
-__all__ = ["ScriptedAnswer", "SimConfig", "SimParameters", "SimTier", "TierParameters"]
-
-
-@frozen(kw_only=True)
-class TierParameters:
-    """KV memory behind the device."""
-
-    name: str
-    capacity_blocks: int
-    load_block_ns: int
-    """Time that one block occupies the link to the device."""
-    latency_ns: int = 0
-    """Time of a load in addition to that of its blocks."""
-    write: Literal["through", "on_evict"] = "through"
-    """When blocks are stored there: once computed, or when the tier above evicts them."""
-    eviction: EvictionConfig = EvictionConfig(kind="lru")
-    """The options of an installed policy."""
-    admission: AdmissionConfig = AdmissionConfig()
-    tenant_share: float | None = None
-    """Largest part of the capacity that one tenant may fill; None: all of it."""
-    tenant_shares: Mapping[str, float] = Factory(dict)
-    """Other shares for single tenants."""
-
-
-@frozen(kw_only=True)
-class SimParameters:
-    """Defaults are the published ones: 8000 prefill tokens/s, 6 ms + 0.35 ms x batch a step."""
-
-    prefill_tokens_per_s: float = 8000.0
-    decode_base_ns: int = 6_000_000
-    decode_request_ns: int = 350_000
-    """Added to a step for each decoding request."""
-    max_running_requests: int = 256
-    max_tokens_per_step: int = 2048
-    """Budget of one step: one for each decoding request, the rest for prefill chunks."""
-    block_size: int = 16
-    """Tokens in one KV block."""
-    kv_capacity_blocks: int = 16_384
-    tiers: tuple[TierParameters, ...] = ()
-    """Fastest first."""
-    handover_latency_ns: int = 2_000_000
-    """Time of a hand-over in addition to that of its blocks."""
-    handover_block_ns: int = 209_715
-    """Time that one pulled block occupies the worker's link."""
-
-    def step_ns(self, decoding: int, prefill_tokens: int) -> int:
-        """How long one engine step takes; decode and prefill work add up."""
-        decode_ns = self.decode_base_ns + self.decode_request_ns * decoding if decoding else 0
-        if decode_ns and not prefill_tokens:
-            return decode_ns
-        return decode_ns + max(1, round(prefill_tokens * 1e9 / self.prefill_tokens_per_s))
-
-    def blocks(self, tokens: int) -> int:
-        """Number of KV blocks that ``tokens`` fill or begin."""
-        return -(-tokens // self.block_size)
-
-    def performance(self, speedup: float = 1.0) -> EnginePerformance:
-        """The same for planners, ``speedup`` times as fast as real time."""
-        return EnginePerformance(
-            prefill_tokens_per_s=self.prefill_tokens_per_s * speedup,
-            step_s=self.decode_base_ns / 1e9 / speedup,
-            step_request_s=self.decode_request_ns / 1e9 / speedup,
-            max_running=self.max_running_requests,
-            max_step_tokens=self.max_tokens_per_step,
-            kv_tokens=self.kv_capacity_blocks * self.block_size,
-        )
+__all__ = ["ScriptedAnswer", "SimConfig", "SimTier"]
 
 
 PositiveNumber = Annotated[float, Bounds(above=0)]
@@ -126,7 +59,10 @@ class ScriptedAnswer:
 
 @frozen(kw_only=True)
 class SimConfig(EngineConfig):
-    """Workers that model an engine's time and memory, and compute nothing."""
+    """Workers that model an engine's time and memory, and compute nothing.
+
+    Defaults are the published figures: 8000 prefill tokens/s, 6 ms + 0.35 ms x batch a step.
+    """
 
     speedup: NonNegativeNumber | Literal["unlimited"] = setting(
         'How many times faster than real time; "unlimited" or 0: as fast as possible.', 1.0
@@ -186,35 +122,48 @@ class SimConfig(EngineConfig):
         """Virtual seconds in a real one; 0 means unlimited."""
         return 0.0 if self.speedup == "unlimited" else float(self.speedup)
 
-    def parameters(self) -> SimParameters:
-        """The parameters of the model: the same in nanoseconds and blocks."""
-        block_bytes = self.block_size * self.kv_bytes_per_token
-        return SimParameters(
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            decode_base_ns=max(1, round(self.decode_base_s * 1e9)),
-            decode_request_ns=round(self.decode_per_request_s * 1e9),
-            max_running_requests=self.max_running_requests,
-            max_tokens_per_step=self.max_tokens_per_step,
-            block_size=self.block_size,
-            kv_capacity_blocks=self.kv_capacity_blocks,
-            handover_latency_ns=round(self.handover_latency_s * 1e9),
-            handover_block_ns=_time_ns(block_bytes, self.handover_bandwidth_bytes_per_s),
-            tiers=tuple(
-                TierParameters(
-                    name=tier.kind,
-                    capacity_blocks=tier.capacity_blocks,
-                    load_block_ns=_time_ns(block_bytes, tier.bandwidth_bytes_per_s),
-                    latency_ns=round(tier.latency_s * 1e9),
-                    write=tier.write,
-                    eviction=tier.eviction,
-                    admission=tier.admission,
-                    tenant_share=tier.tenant_share,
-                    tenant_shares=tier.tenant_shares,
-                )
-                for tier in self.tiers
-            ),
+    @property
+    def decode_base_ns(self) -> int:
+        """``decode_base_s``, in nanoseconds as all times of the model."""
+        return max(1, _ns(self.decode_base_s))
+
+    @property
+    def handover_block_ns(self) -> int:
+        """Time that one pulled block occupies the worker's link."""
+        return self.block_ns(self.handover_bandwidth_bytes_per_s)
+
+    @property
+    def handover_latency_ns(self) -> int:
+        """Time of a hand-over in addition to that of its blocks."""
+        return _ns(self.handover_latency_s)
+
+    def block_ns(self, bytes_per_s: float) -> int:
+        """Time that one block occupies a link."""
+        return max(1, _ns(self.block_size * self.kv_bytes_per_token / bytes_per_s))
+
+    def step_ns(self, decoding: int, prefill_tokens: int) -> int:
+        """How long one engine step takes; decode and prefill work add up."""
+        added_ns = _ns(self.decode_per_request_s) * decoding
+        decode_ns = self.decode_base_ns + added_ns if decoding else 0
+        if decode_ns and not prefill_tokens:
+            return decode_ns
+        return decode_ns + max(1, round(prefill_tokens * 1e9 / self.prefill_tokens_per_s))
+
+    def blocks(self, tokens: int) -> int:
+        """Number of KV blocks that ``tokens`` fill or begin."""
+        return -(-tokens // self.block_size)
+
+    def performance(self, speedup: float = 1.0) -> EnginePerformance:
+        """The same for planners, ``speedup`` times as fast as real time."""
+        return EnginePerformance(
+            prefill_tokens_per_s=self.prefill_tokens_per_s * speedup,
+            step_s=self.decode_base_s / speedup,
+            step_request_s=self.decode_per_request_s / speedup,
+            max_running=self.max_running_requests,
+            max_step_tokens=self.max_tokens_per_step,
+            kv_tokens=self.kv_capacity_blocks * self.block_size,
         )
 
 
-def _time_ns(size_bytes: int, bytes_per_s: float) -> int:
-    return max(1, round(size_bytes / bytes_per_s * 1e9))
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

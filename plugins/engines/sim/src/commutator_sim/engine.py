@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -105,7 +106,7 @@ class SimEngine(TokenEngine):
         self._factor = config.time_factor
         # The puller waits for the time of a transfer, so the model must not count it again.
         self._model = SimModel(
-            evolve(config.parameters(), handover_latency_ns=0, handover_block_ns=1)
+            evolve(config, handover_latency_s=0.0, handover_bandwidth_bytes_per_s=math.inf)
         )
         self._handover: Handover | None = None
         self._streams: dict[int, _Stream] = {}

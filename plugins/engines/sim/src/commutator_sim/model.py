@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from attrs import define, field
 
 from commutator_sim.cache import BlockCache
-from commutator_sim.config import SimParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     Event,
     Finished,
@@ -90,7 +90,7 @@ class Exports:
 class Pulls:
     """Requests that wait for another worker's blocks; one transfer follows the other."""
 
-    def __init__(self, parameters: SimParameters, loading: Appointments) -> None:
+    def __init__(self, parameters: SimConfig, loading: Appointments) -> None:
         """``loading`` gets each request with the time at which its last block arrives."""
         self._parameters = parameters
         self._loading = loading
@@ -226,7 +226,7 @@ class SimModel:
     the tokens of an aborted request are lost.
     """
 
-    def __init__(self, parameters: SimParameters) -> None:
+    def __init__(self, parameters: SimConfig) -> None:
         self.parameters = parameters
         self.cache = BlockCache(parameters.kv_capacity_blocks)
         self.tiers = OffloadTiers(parameters)

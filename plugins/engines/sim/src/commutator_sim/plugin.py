@@ -37,7 +37,7 @@ class SimConnector(EngineConnector[SimConfig]):
     def performance(self, config: SimConfig) -> EnginePerformance | None:
         if not config.time_factor:  # as fast as the machine, which the options do not tell
             return None
-        return config.parameters().performance(config.time_factor)
+        return config.performance(config.time_factor)
 
 
 @hookimpl

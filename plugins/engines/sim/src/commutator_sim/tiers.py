@@ -24,7 +24,7 @@ from commutator_engine_kit.kv import (
     TierSpec,
     eviction_factory,
 )
-from commutator_sim.config import SimParameters, TierParameters
+from commutator_sim.config import SimConfig, SimTier
 from commutator_sim.events import DEVICE, Offloaded, Removed
 from commutator_sim.request import SimRequest
 
@@ -44,30 +44,33 @@ class Load:
 
 @define(eq=False)
 class _Link:
-    parameters: TierParameters
+    block_ns: int
+    latency_ns: int
     free_ns: int = 0
 
     def load(self, blocks: int, now_ns: int) -> int:
         """When blocks that are requested now have arrived."""
-        self.free_ns = max(self.free_ns, now_ns) + blocks * self.parameters.load_block_ns
-        return self.free_ns + self.parameters.latency_ns
+        self.free_ns = max(self.free_ns, now_ns) + blocks * self.block_ns
+        return self.free_ns + self.latency_ns
 
     def seconds(self, blocks: int) -> float:
         """Duration of a load that waits for no other."""
-        return (blocks * self.parameters.load_block_ns + self.parameters.latency_ns) / 1e9
+        return (blocks * self.block_ns + self.latency_ns) / 1e9
 
 
 class OffloadTiers:
     """The tiers, fastest first. Without tiers every method is cheap."""
 
-    def __init__(self, parameters: SimParameters) -> None:
+    def __init__(self, parameters: SimConfig) -> None:
         """Raises ConfigError when no installed plugin offers an eviction policy."""
         tiers = parameters.tiers
         self.manager = BlockManager([_spec(tier) for tier in tiers], most_waiting=sys.maxsize)
-        self._links = [_Link(tier) for tier in tiers]
+        self._links = [
+            _Link(parameters.block_ns(tier.bandwidth_bytes_per_s), round(tier.latency_s * 1e9))
+            for tier in tiers
+        ]
         self._block_size = parameters.block_size
-        speed = parameters.prefill_tokens_per_s
-        self._compute_s = parameters.block_size / speed if speed else None
+        self._compute_s = parameters.block_size / parameters.prefill_tokens_per_s
         self._takes_computed = any(tier.write == "through" for tier in tiers)
         self._takes_evicted = bool(tiers) and tiers[0].write == "on_evict"
         self._counts_uses = any(tier.admission.min_hits > 1 for tier in tiers)
@@ -171,10 +174,10 @@ class OffloadTiers:
         return self._now_s
 
 
-def _spec(tier: TierParameters) -> TierSpec:
+def _spec(tier: SimTier) -> TierSpec:
     return TierSpec(
-        name=tier.name,
-        medium=tier.name,
+        name=tier.kind,
+        medium=tier.kind,
         capacity_blocks=tier.capacity_blocks,
         eviction=eviction_factory(tier.eviction),
         admission=tier.admission,

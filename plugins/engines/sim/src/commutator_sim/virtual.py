@@ -18,7 +18,7 @@ from commutator_replay.virtual import (
     VirtualEvent,
     VirtualRequest,
 )
-from commutator_sim.config import SimConfig, SimParameters
+from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     DEVICE,
     Event,
@@ -47,9 +47,8 @@ _TIERS = {
 class SimVirtualEngine(VirtualEngine):
     """One modelled worker; a trace's block hashes are the model's block keys."""
 
-    def __init__(self, parameters: SimParameters, token_bytes: int) -> None:
-        self._model = SimModel(parameters)
-        self._token_bytes = token_bytes
+    def __init__(self, config: SimConfig) -> None:
+        self._model = SimModel(config)
 
     @property
     def block_size(self) -> int:
@@ -73,7 +72,7 @@ class SimVirtualEngine(VirtualEngine):
 
     @property
     def token_bytes(self) -> int:
-        return self._token_bytes
+        return self._model.parameters.kv_bytes_per_token
 
     @property
     def performance(self) -> EnginePerformance:
@@ -91,7 +90,7 @@ class SimVirtualEngine(VirtualEngine):
 
 def virtual_engine(config: SimConfig) -> VirtualEngine:
     """A worker of this configuration, in virtual time."""
-    return SimVirtualEngine(config.parameters(), config.kv_bytes_per_token)
+    return SimVirtualEngine(config)
 
 
 def _virtual_events(event: Event) -> Iterator[VirtualEvent]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import yaml
-from attrs import fields, frozen
+from attrs import frozen
 
+from commutator import PositiveSeconds, Size
 from commutator.errors import ConfigError
-from commutator.schema import ByteSize
+from commutator.schema import StructureError, build_converter, structure
 
 __all__ = ["PREFIX", "KvOptions", "as_yaml", "check_llm_args", "read_options", "server_options"]
 
@@ -89,36 +91,28 @@ class KvOptions:
     """A file with a `tiers:` section."""
     worker: str = "trtllm"
     """The server's name, unique among running servers."""
-    staging: int = 1 << 30
+    staging: Size = 1 << 30
     """Bytes of host memory in each rank, between the engine and the tiers."""
-    wait_s: float = 0.05
+    wait_s: PositiveSeconds = 0.05
     """Seconds that a new request, and all others with it, may wait for its blocks."""
 
 
 def read_options(environment: Mapping[str, str]) -> KvOptions:
     """The options in ``environment``. Raises ConfigError with all problems."""
-    given = {
+    given: dict[str, Any] = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(PREFIX)
     }
-    known = {field.name for field in fields(KvOptions)}
-    problems = [f"unknown variable {PREFIX}{name.upper()}" for name in sorted(given.keys() - known)]
-    if not given.get("tiers"):
-        problems.append(f"set {PREFIX}TIERS to the path of a YAML file with a `tiers:` section")
-    values: dict[str, Any] = {name: given[name] for name in known & given.keys()}
-    for name, parse, expected in (
-        ("staging", _size, ByteSize().describe()),
-        ("wait_s", _seconds, "a number of seconds above 0"),
-    ):
-        if name in values:
-            text = values[name]
-            values[name] = parse(text)
-            if values[name] is None:
-                problems.append(f"{PREFIX}{name.upper()}: expected {expected}, got {text!r}")
-    if problems:
-        raise ConfigError(problems, _WHERE)
-    return KvOptions(**values)
+    if given.get("staging", "").isdecimal():
+        given["staging"] = int(given["staging"])
+    with suppress(KeyError, ValueError):
+        given["wait_s"] = float(given["wait_s"])
+    try:
+        return structure(build_converter(), given, KvOptions)
+    except StructureError as error:
+        problems = [f"{PREFIX}{name.upper()}: {text}" for name, text in error.problems]
+        raise ConfigError(problems, _WHERE) from None
 
 
 def check_llm_args(llm_args: Any) -> None:
@@ -133,18 +127,6 @@ def check_llm_args(llm_args: Any) -> None:
         problems.append("context_parallel_size above 1 is not supported")
     if problems:
         raise ConfigError(problems, "TensorRT-LLM with tiers")
-
-
-def _size(text: str) -> int | None:
-    return ByteSize().parse(int(text) if text.isdecimal() else text)
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 def main() -> None:
