@@ -12,7 +12,7 @@ from attrs import Attribute, frozen
 from commutator import PositiveInt, Secret, setting
 from commutator.contract.event_bus import EventBusConfig
 
-__all__ = ["NatsConfig", "NatsTls"]
+__all__ = ["NatsConfig", "NatsServers", "NatsTls"]
 
 
 @frozen(kw_only=True)
@@ -53,9 +53,9 @@ def _cluster(_: object, _field: Attribute[Any], value: str) -> None:
         raise ValueError(f"expected letters, digits, '_' and '-', got {value!r}")
 
 
-@frozen(kw_only=True)
-class NatsConfig(EventBusConfig):
-    """KV events over NATS 2.2 or later, for some 50 workers and 50 front doors, or more."""
+@frozen(kw_only=True, slots=False)  # so that classes of options may have it beside another base
+class NatsServers:
+    """Where NATS is, and how it knows us."""
 
     servers: tuple[str, ...] = setting(
         "The servers of one NATS cluster, such as tls://10.0.0.1:4222; tried in turn.",
@@ -63,7 +63,7 @@ class NatsConfig(EventBusConfig):
         validator=_servers,
     )
     cluster: str = setting(
-        "Deployments with the same name, and the same `runtime.secret`, read each other's events. "
+        "Deployments with the same name, and the same `runtime.secret`, share what they have here. "
         "Subjects begin with commutator.CLUSTER.",
         "default",
         validator=_cluster,
@@ -74,14 +74,9 @@ class NatsConfig(EventBusConfig):
         "The seed of this deployment's nkey (SU...), whose public key the servers know.", None
     )
     insecure: bool = setting(
-        "Allow `nats` servers on other hosts: everyone on the network between reads which tokens "
-        "are cached, and the token.",
+        "Allow `nats` servers on other hosts: everyone on the network between reads all that "
+        "goes there, and the token.",
         False,
-    )
-    max_waiting_messages: PositiveInt = setting(
-        "Messages of one worker that a front door holds while it is busy. It drops what comes "
-        "beyond, and asks the worker's host for it later.",
-        20_000,
     )
 
     def __attrs_post_init__(self) -> None:
@@ -109,6 +104,17 @@ class NatsConfig(EventBusConfig):
         """Whether the servers are shown who connects."""
         shows_certificate = self.tls is not None and self.tls.cert_file is not None
         return shows_certificate or self.token is not None or self.nkey_seed is not None
+
+
+@frozen(kw_only=True)
+class NatsConfig(NatsServers, EventBusConfig):
+    """KV events over NATS 2.2 or later, for some 50 workers and 50 front doors, or more."""
+
+    max_waiting_messages: PositiveInt = setting(
+        "Messages of one worker that a front door holds while it is busy. It drops what comes "
+        "beyond, and asks the worker's host for it later.",
+        20_000,
+    )
 
 
 def _is_loopback(host: str) -> bool:

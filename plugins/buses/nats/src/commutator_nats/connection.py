@@ -1,7 +1,6 @@
 """One connection to NATS for all streams of a process, made anew whenever it ends.
 
-The client's own reconnecting is off: it gives up for good after some errors that servers send, and
-subscribers must know when a subscription is in force again.
+Subscribers must know when a subscription is in force again.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from attrs import define, field
 from nats.aio.client import Client
@@ -20,19 +18,15 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error
 
+from commutator_nats.client import CONNECT_TIMEOUT_S, close, connected
 from commutator_nats.config import NatsConfig
 
 __all__ = ["Connection", "Subject"]
 
 log = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 2
 _PAUSE_S = 0.2
 """Before another server is tried."""
-_PING_EVERY_S = 2
-"""A server that leaves two pings unanswered is left."""
-_FLUSH_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 2.0
 
 
 @define(eq=False)
@@ -45,17 +39,6 @@ class Subject:
     """Called when the subscription is in force, on each connection."""
     active: Subscription | None = field(default=None, init=False)
     """On the present connection."""
-
-
-class _Client(Client):
-    """Refuses to go on without TLS where it was asked for; the library would, with the token."""
-
-    needs_tls = False
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and self.needs_tls and not info.get("tls_required"):
-            raise Error("the server does not require TLS; set `tls` in its configuration")
-        await super()._process_info(info, initial_connection)
 
 
 class Connection:
@@ -118,7 +101,7 @@ class Connection:
             server = next(self._servers)
             ended = asyncio.Event()
             try:
-                client = await self._connect(server, ended)
+                client = await connected(self._config, server, partial(self._ended, ended))
             except Exception as error:  # noqa: BLE001 - whatever keys and files make it raise
                 level = logging.DEBUG if warned else logging.WARNING
                 log.log(level, "NATS at %s cannot be used: %s", server, str(error) or "no answer")
@@ -135,46 +118,13 @@ class Connection:
                 for subject in self._subjects:
                     subject.active = None
                 self._gone.clear()
-                await _close(client)
+                await close(client)
             log.warning("the connection to NATS at %s was lost; messages may be missing", server)
             warned = False
 
-    async def _connect(self, server: str, ended: asyncio.Event) -> Client:
-        config, client = self._config, _Client()
-        client.needs_tls = config.encrypted
-
-        async def closed() -> None:
-            ended.set()
-            self._changed.set()
-
-        async def failed(error: Exception) -> None:
-            log.debug("NATS at %s: %s", server, error)
-
-        options: dict[str, Any] = {"tls": _context(config)} if config.encrypted else {}
-        if config.token is not None:
-            options["token"] = config.token.reveal()
-        if config.nkey_seed is not None:
-            options["nkeys_seed_str"] = config.nkey_seed.reveal()
-        try:
-            async with asyncio.timeout(2 * _CONNECT_TIMEOUT_S):
-                await client.connect(
-                    servers=server,
-                    name="commutator",
-                    error_cb=failed,
-                    closed_cb=closed,
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,
-                    reconnect_time_wait=0,
-                    connect_timeout=_CONNECT_TIMEOUT_S,
-                    ping_interval=_PING_EVERY_S,
-                    max_outstanding_pings=2,
-                    flush_timeout=_FLUSH_TIMEOUT_S,
-                    **options,
-                )
-        except BaseException:
-            await _close(client)
-            raise
-        return client
+    async def _ended(self, ended: asyncio.Event) -> None:
+        ended.set()
+        self._changed.set()
 
     async def _serve(self, client: Client, ended: asyncio.Event) -> None:
         """Keep the connection's subscriptions current until it ends."""
@@ -189,7 +139,7 @@ class Connection:
             for subject in new:
                 subject.active = await client.subscribe(subject.name, cb=subject.on_message)
             if new:
-                await client.flush(timeout=_CONNECT_TIMEOUT_S)  # the servers know of them
+                await client.flush(timeout=CONNECT_TIMEOUT_S)  # the servers know of them
             for subject in new:
                 if subject in self._subjects:
                     subject.on_up()
@@ -197,19 +147,3 @@ class Connection:
                     self._gone.append(subject.active)
                     self._changed.set()
             await self._changed.wait()
-
-
-async def _close(client: Client) -> None:
-    with suppress(Error, OSError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await client.close()
-
-
-def _context(config: NatsConfig) -> ssl.SSLContext:
-    tls = config.tls
-    assert tls is not None
-    context = ssl.create_default_context(cafile=tls.ca_file)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if tls.cert_file is not None:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-    return context
