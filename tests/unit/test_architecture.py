@@ -46,9 +46,11 @@ BESIDE = {
 KIT = "commutator_engine_kit"
 KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
-# Replays run the planner and its tuning in virtual time; suites start deployments as the demo does.
+# Replays run the planner and its tuning in virtual time; responses in NATS count as those in
+# memory, and connect as the event bus does; suites start deployments as the demo does.
 BUILDS_ON = {
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
+    "commutator_responses_nats": {"commutator_nats", "commutator_responses"},
     "commutator_testing": {"commutator_scaffold"},
 }
 OF_CORE = {

@@ -79,6 +79,12 @@ def test_what_options_need() -> None:
     assert "store.path: required" in problems({"kind": "sqlite"})
     assert "store.path: unknown key" in problems({"path": "x"})
     assert "store.ttl_s" in problems({"ttl_s": 0})
+    elsewhere = {"kind": "nats", "servers": ["nats://10.0.0.1:4222"]}
+    assert "nats://10.0.0.1:4222 is on another host" in problems(elsewhere)
+    assert read({**elsewhere, "insecure": True}).max_bytes == 256 << 20
+    assert "store.copies: expected an integer from 1 to 5" in problems(
+        {"kind": "nats", "copies": 7}
+    )
     text = problems({"kind": "redis"})
     assert 'store.kind: no installed plugin offers the response store "redis"' in text
 
