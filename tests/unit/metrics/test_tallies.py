@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from commutator.metrics.families import Family
-from commutator.metrics.frontend import Counter, CounterGroup, Histogram
+from commutator.metrics.frontend import Counter, Histogram
 
 BUCKETS = (0.5, 1, 2.5)
 LABELS = ("model", "reason")
@@ -31,14 +31,14 @@ def shown(registry: CollectorRegistry) -> list[list[str]]:
 @given(st.lists(st.tuples(labels, amounts)))
 def test_as_prometheus_own(steps: list[tuple[tuple[str, str], float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    sums = Counter(Family("some_requests", "counter", LABELS, "Of a kind."), ours)
+    sums = Counter(ours, Family("some_requests", "counter", LABELS, "Of a kind."))
     spread = Histogram(Family("some_seconds", "histogram", LABELS, "Taken.", BUCKETS), ours)
     their_sums = prometheus_client.Counter("some_requests", "Of a kind.", LABELS, registry=theirs)
     their_spread = prometheus_client.Histogram(
         "some_seconds", "Taken.", LABELS, buckets=BUCKETS, registry=theirs
     )
     for values, amount in steps:
-        sums.add(amount, *values)
+        sums.add(values, amount)
         their_sums.labels(*values).inc(amount)
         spread.observe(amount, *values)
         their_spread.labels(*values).observe(amount)
@@ -52,7 +52,7 @@ def test_a_group_as_counters_of_prometheus(
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     abouts = (("some_requests", "Of a kind."), ("some_tokens", "Of them."))
     families = [Family(name, "counter", LABELS, meaning) for name, meaning in abouts]
-    group = CounterGroup(families, ours)
+    group = Counter(ours, *families)
     separate = [prometheus_client.Counter(*about, LABELS, registry=theirs) for about in abouts]
     for values, counted in steps:
         group.add(values, *counted)
@@ -64,7 +64,7 @@ def test_a_group_as_counters_of_prometheus(
 def test_the_time_of_creation_is_that_of_the_first_count() -> None:
     registry = CollectorRegistry()
     before_s = time.time()
-    Counter(Family("some", "counter", ("model",), "Of a kind."), registry).add(1, "a")
+    Counter(registry, Family("some", "counter", ("model",), "Of a kind.")).add(("a",), 1)
     after_s = time.time()
     created_s = registry.get_sample_value("some_created", {"model": "a"})
     assert created_s is not None

@@ -30,7 +30,7 @@ from commutator.metrics.families import Family
 from commutator.metrics.readings import AtScrape, Readings
 from commutator.routing.router import FALLBACK, Route
 
-__all__ = ["OTHER", "Counter", "CounterGroup", "FrontendMetrics", "Histogram", "TokenTimes"]
+__all__ = ["OTHER", "Counter", "FrontendMetrics", "Histogram", "TokenTimes"]
 
 Labels = tuple[str, ...]
 
@@ -51,37 +51,10 @@ class _Tally(Collector):
 
 
 class Counter(_Tally):
-    """Sums by label values. Used from one thread."""
-
-    def __init__(self, family: Family, registry: CollectorRegistry) -> None:
-        super().__init__((family,), registry)
-        self._sums: dict[Labels, float] = {}
-        self._created_s: dict[Labels, float] = {}
-
-    def add(self, amount: float, *labels: str) -> None:
-        """``amount`` is not negative; ``labels`` are the values, in order."""
-        try:
-            self._sums[labels] += amount
-        except KeyError:
-            self._sums[labels] = amount
-            self._created_s[labels] = time.time()
-
-    def sums(self) -> Mapping[Labels, float]:
-        """The sum of each combination of label values since start; changes with later additions."""
-        return self._sums
-
-    def collect(self) -> Iterable[Metric]:
-        (metric,) = metrics = self.describe()
-        for labels, total in self._sums.items():
-            metric.add_metric(labels, total, self._created_s[labels])
-        return metrics
-
-
-class CounterGroup(_Tally):
-    """Several sums that are counted together, by the same label values. Used from one thread."""
+    """Sums by label values, of several families those counted together. Used from one thread."""
 
     def __init__(
-        self, families: Sequence[Family], registry: CollectorRegistry, *, most: float = math.inf
+        self, registry: CollectorRegistry, *families: Family, most: float = math.inf
     ) -> None:
         """``families`` have the same labels.
 
@@ -211,17 +184,17 @@ class FrontendMetrics(Observer):
     def __init__(self, readings: Readings | None = None) -> None:
         """Without ``readings``, what is read at a scrape is zero or absent."""
         registry = self.registry = CollectorRegistry()
-        self._requests = Counter(families.REQUESTS, registry)
-        self._rejected = Counter(families.REQUESTS_REJECTED, registry)
-        self._dropped = Counter(families.CONNECTIONS_DROPPED, registry)
+        self._requests = Counter(registry, families.REQUESTS)
+        self._rejected = Counter(registry, families.REQUESTS_REJECTED)
+        self._dropped = Counter(registry, families.CONNECTIONS_DROPPED)
         for reason in _DROP_REASONS:
-            self._dropped.add(0, reason)  # a rate does not see a series begin at 1
+            self._dropped.add((reason,), 0)  # a rate does not see a series begin at 1
         self._router_queue_s = Histogram(families.ROUTER_QUEUE_SECONDS, registry)
         self._ttft_s = Histogram(families.TIME_TO_FIRST_TOKEN_SECONDS, registry)
         self._itl_s = Histogram(families.INTER_TOKEN_LATENCY_SECONDS, registry)
         self._duration_s = Histogram(families.REQUEST_DURATION_SECONDS, registry)
-        self._tokens = CounterGroup(
-            (families.PROMPT_TOKENS, families.CACHED_TOKENS, families.OUTPUT_TOKENS), registry
+        self._tokens = Counter(
+            registry, families.PROMPT_TOKENS, families.CACHED_TOKENS, families.OUTPUT_TOKENS
         )
         # Also counted by the threads that tokenize long prompts.
         self.prompt_cache_hits = _shared_counter(families.PROMPT_CACHE_HIT_TOKENS, registry)
@@ -229,36 +202,34 @@ class FrontendMetrics(Observer):
         self._input_lengths = Histogram(families.INPUT_SEQUENCE_TOKENS, registry)
         self._output_lengths = Histogram(families.OUTPUT_SEQUENCE_TOKENS, registry)
         self._routing_s = Histogram(families.ROUTER_DECISION_SECONDS, registry)
-        self._overlap_blocks = Counter(families.ROUTER_OVERLAP_BLOCKS, registry)
+        self._overlap_blocks = Counter(registry, families.ROUTER_OVERLAP_BLOCKS)
         self._hit_rate = Histogram(families.ROUTER_KV_HIT_RATE, registry)
-        self._fallbacks = Counter(families.ROUTER_FALLBACKS, registry)
-        self._given_up_blocks = Counter(families.ROUTER_GIVEN_UP_BLOCKS, registry)
-        self._migrations = Counter(families.MIGRATIONS, registry)
-        self._migrated_tokens = Counter(families.MIGRATED_TOKENS, registry)
-        self._decisions = Counter(families.DISAGGREGATION_DECISIONS, registry)
-        self._legs = Counter(families.HANDOVER_LEGS, registry)
+        self._fallbacks = Counter(registry, families.ROUTER_FALLBACKS)
+        self._given_up_blocks = Counter(registry, families.ROUTER_GIVEN_UP_BLOCKS)
+        self._migrations = Counter(registry, families.MIGRATIONS)
+        self._migrated_tokens = Counter(registry, families.MIGRATED_TOKENS)
+        self._decisions = Counter(registry, families.DISAGGREGATION_DECISIONS)
+        self._legs = Counter(registry, families.HANDOVER_LEGS)
         self._prefill_queue_s = Histogram(families.PREFILL_QUEUE_SECONDS, registry)
         self._handover_s = Histogram(families.HANDOVER_SECONDS, registry)
-        self._handover_bytes = Counter(families.HANDOVER_BYTES, registry)
+        self._handover_bytes = Counter(registry, families.HANDOVER_BYTES)
         self._bandwidth = Histogram(families.HANDOVER_BANDWIDTH_BYTES_PER_SECOND, registry)
-        self.principal_usage = CounterGroup(
-            (
-                families.PRINCIPAL_REQUESTS,
-                families.PRINCIPAL_PROMPT_TOKENS,
-                families.PRINCIPAL_CACHED_TOKENS,
-                families.PRINCIPAL_OUTPUT_TOKENS,
-            ),
+        self.principal_usage = Counter(
             registry,
+            families.PRINCIPAL_REQUESTS,
+            families.PRINCIPAL_PROMPT_TOKENS,
+            families.PRINCIPAL_CACHED_TOKENS,
+            families.PRINCIPAL_OUTPUT_TOKENS,
             most=families.MAX_PRINCIPALS,
         )
         """By principal: one request, its prompt tokens, those cached, those generated."""
-        self._principal_refusals = Counter(families.PRINCIPAL_REFUSALS, registry)
+        self._principal_refusals = Counter(registry, families.PRINCIPAL_REFUSALS)
         self._cancel_s = Histogram(families.HANDOVER_CANCEL_SECONDS, registry)
         registry.register(AtScrape(readings or Readings()))
 
     def model_served(self, name: str) -> None:
         """Count the rare events of a model from 0: a rate does not see a series begin at 1."""
-        self._fallbacks.add(0, name)
+        self._fallbacks.add((name,), 0)
 
     def request_queued(
         self, request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
@@ -268,16 +239,16 @@ class FrontendMetrics(Observer):
 
     def disagg_decided(self, request: RequestSummary, answer: DisaggAnswer) -> None:
         separate = "yes" if answer.separate else "no"
-        self._decisions.add(1, request.model, separate, answer.reason)
+        self._decisions.add((request.model, separate, answer.reason), 1)
 
     def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
         model, seconds = request.model, handover.handover_s
-        self._legs.add(1, model, "prefill", handover.prefill)
+        self._legs.add((model, "prefill", handover.prefill), 1)
         if handover.decode is not None:
-            self._legs.add(1, model, "decode", handover.decode)
+            self._legs.add((model, "decode", handover.decode), 1)
         if seconds is not None:
             self._handover_s.observe(seconds, model)
-            self._handover_bytes.add(handover.size_bytes, model)
+            self._handover_bytes.add((model,), handover.size_bytes)
             if seconds > 0:
                 self._bandwidth.observe(handover.size_bytes / seconds, model)
         if handover.cancel_s is not None:
@@ -291,26 +262,26 @@ class FrontendMetrics(Observer):
         reason: str,
         generated_tokens: int,
     ) -> None:
-        self._migrations.add(1, request.model, reason)
+        self._migrations.add((request.model, reason), 1)
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
-        self._migrated_tokens.add(outcome.recomputed_tokens, request.model)
+        self._migrated_tokens.add((request.model,), outcome.recomputed_tokens)
 
     def request_rejected(self, model: str, reason: str) -> None:
-        self._rejected.add(1, model, reason)
+        self._rejected.add((model, reason), 1)
 
     def connection_dropped(self, reason: str) -> None:
         """A client's connection was closed, or not accepted, without an answer to a request."""
-        self._dropped.add(1, reason)
+        self._dropped.add((reason,), 1)
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
-        self._requests.add(1, endpoint, model, str(code))
+        self._requests.add((endpoint, model, str(code)), 1)
         self._duration_s.observe(duration_s, endpoint, model)
 
     def principal_refused(self, principal: str, reason: str) -> None:
         """After ``principal_usage``; ``reason`` is a limit's name or an error's code."""
         is_counted = (principal,) in self.principal_usage.sums()
-        self._principal_refusals.add(1, principal if is_counted else OTHER, reason)
+        self._principal_refusals.add((principal if is_counted else OTHER, reason), 1)
 
     def routed(self, model: str, route: Route) -> None:
         """One decision: its time, and blocks of prompt reused and not reused, if looked up."""
@@ -318,10 +289,10 @@ class FrontendMetrics(Observer):
         if route.sequence_hashes:
             blocks = route.candidate.overlap.blocks
             self._hit_rate.observe(blocks / len(route.sequence_hashes), model)
-            self._overlap_blocks.add(blocks, model)
-            self._given_up_blocks.add(route.given_up_blocks, model)
+            self._overlap_blocks.add((model,), blocks)
+            self._given_up_blocks.add((model,), route.given_up_blocks)
         if route.decision.policy == FALLBACK:
-            self._fallbacks.add(1, model)
+            self._fallbacks.add((model,), 1)
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
         self._tokens.add((model,), prompt, cached, generated)
@@ -338,7 +309,7 @@ class FrontendMetrics(Observer):
         Requests for a served model only, by how they ended: "ok", "refused" (4xx) or "failed".
         """
         requests = {"ok": 0.0, "refused": 0.0, "failed": 0.0}
-        for (_, model, code), count in self._requests.sums().items():
+        for (_, model, code), (count,) in self._requests.sums().items():
             if model:
                 requests[_ending(code)] += count
         names = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
@@ -347,7 +318,7 @@ class FrontendMetrics(Observer):
             for (principal,), sums in self.principal_usage.sums().items()
         }
         refusals: dict[str, float] = {}
-        for (principal, _), count in self._principal_refusals.sums().items():
+        for (principal, _), (count,) in self._principal_refusals.sums().items():
             refusals[principal] = refusals.get(principal, 0.0) + count
         for principal, count in refusals.items():
             principals.setdefault(principal, {})["refused"] = count
@@ -360,7 +331,7 @@ class FrontendMetrics(Observer):
             "prompt_tokens": tokens[0],
             "cached_tokens": tokens[1],
             "output_tokens": tokens[2],
-            "migrations": sum(self._migrations.sums().values()),
+            "migrations": sum(count for (count,) in self._migrations.sums().values()),
             "ttft": {"counts": ttft, "sum_s": ttft_s},
             "itl": {"counts": itl, "sum_s": itl_s},
             "principals": principals,
