@@ -18,7 +18,6 @@ from packaging.version import Version
 
 from commutator import __version__, hookspecs
 from commutator.contract import CONTRACT_CHANGES, CONTRACT_VERSION, changes_since
-from commutator.contract.commands import Command, CommandRegister
 from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.door import Door, DoorConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
@@ -55,6 +54,8 @@ __all__ = [
     "SEAMS",
     "Installed",
     "PluginHost",
+    "check_contract",
+    "describe",
     "installed_plugins",
     "installed_versions",
     "load_plugins",
@@ -63,12 +64,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GROUP = "commutator"
-COMMANDS_GROUP = "commutator.commands"
-"""The entry-point group of modules that the command line imports for its commands, and nobody else.
-"""
 _COMMANDS_ALONE = (
-    f"command_register belongs into a module of its own, which an entry point in the group "
-    f"{COMMANDS_GROUP} names: it is imported whenever commands are listed"
+    "command_register belongs into a module of its own, which an entry point in the group "
+    "commutator.commands names: it is imported whenever commands are listed, and only then"
 )
 BLOCKED_PLUGINS = "COMMUTATOR_BLOCKED_PLUGINS"
 """The environment variable by which the supervisor passes `plugins.block`, separated by commas."""
@@ -86,8 +84,6 @@ class Installed:
     version: str
     hooks: tuple[str, ...] = ()
     kinds: tuple[Kind[Any], ...] = ()
-    commands: tuple[Command, ...] = ()
-    """What its module adds to the command line."""
     problem: str | None = None
     """Why it is not loaded."""
 
@@ -207,8 +203,6 @@ class PluginHost(PromptObserver):
             catalog: Catalog[Any] = Catalog(seam, config_base, check)
             self._catalogs[f"{hook}_register"] = catalog
             setattr(self, attribute, catalog)
-        self.commands: dict[str, Command] = {}
-        """What plugins add to the command line, by name."""
         self.installed: list[Installed] = []
         self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
@@ -240,36 +234,6 @@ class PluginHost(PromptObserver):
             if not isinstance(error, pluggy.PluginValidationError):
                 text = f"{type(error).__name__}: {error}"
             raise PluginError(installed.distribution, text) from error
-        self.installed.append(installed)
-
-    def add_commands(self, plugin: object, installed: Installed) -> None:
-        """Collect the commands that one module of ``COMMANDS_GROUP`` registers.
-
-        Raises PluginError, naming its distribution, when it breaks the contract or raises. None of
-        its commands are added then.
-        """
-        self._check_shape(plugin, installed)
-        hooks = [
-            name
-            for name, member in inspect.getmembers(plugin, callable)
-            if hasattr(member, f"{PROJECT}_impl")
-        ]
-        if hooks != ["command_register"]:
-            found = ", ".join(hooks) or "no hook"
-            raise PluginError(installed.distribution, f"{_COMMANDS_ALONE}; found {found}")
-        together = dict(self.commands)
-        try:
-            plugin.command_register(register=CommandRegister(together, installed.distribution))  # type: ignore[attr-defined]
-        except PluginError:
-            raise
-        except Exception as error:
-            text = f"command_register raised {type(error).__name__}: {error}"
-            raise PluginError(installed.distribution, text) from error
-        installed.hooks = tuple(hooks)
-        installed.commands = tuple(
-            one for name, one in together.items() if name not in self.commands
-        )
-        self.commands = together
         self.installed.append(installed)
 
     def _register(self, plugin: object, installed: Installed) -> None:
@@ -421,17 +385,15 @@ def load_plugins(
     host = PluginHost()
     blocked = set(block)
     if found is None:
-        found = [*entry_points(group=GROUP), *entry_points(group=COMMANDS_GROUP)]
-    for point in sorted({*found, BUILTIN}, key=lambda point: (point.group, point.name)):
-        installed = _describe(point)
-        of_commands = point.group == COMMANDS_GROUP
+        found = entry_points(group=GROUP)
+    for point in sorted({*found, BUILTIN}, key=lambda point: point.name):
+        installed = describe(point)
         try:
-            if point.name in blocked and not of_commands:
+            if point.name in blocked:
                 installed.problem = "blocked"
             else:
-                _check_contract(point.dist, installed)
-                add = host.add_commands if of_commands else host.add
-                add(_import(point, installed), installed)
+                check_contract(point.dist, installed)
+                host.add(_import(point, installed), installed)
                 continue
         except PluginError as error:
             installed.problem = error.message
@@ -453,13 +415,14 @@ def installed_plugins(block: tuple[str, ...] = ()) -> PluginHost:
 @cache
 def installed_versions() -> Mapping[str, str]:
     """Versions of the distributions that have plugins, and of Commutator; imports none of them."""
-    described = [_describe(point) for point in (BUILTIN, *entry_points(group=GROUP))]
+    described = [describe(point) for point in (BUILTIN, *entry_points(group=GROUP))]
     return {
         one.distribution: one.version for one in sorted(described, key=lambda one: one.distribution)
     }
 
 
-def _describe(point: EntryPoint) -> Installed:
+def describe(point: EntryPoint) -> Installed:
+    """The entry point, not loaded yet."""
     dist = point.dist
     if point is BUILTIN:
         return Installed(name=point.name, distribution=PROJECT, version=__version__)
@@ -478,7 +441,7 @@ def _import(point: EntryPoint, installed: Installed) -> object:
         raise PluginError(installed.distribution, text) from error
 
 
-def _check_contract(dist: Distribution | None, installed: Installed) -> None:
+def check_contract(dist: Distribution | None, installed: Installed) -> None:
     """Raise PluginError when the distribution requires another version of Commutator."""
     ours = Version(__version__)
     for line in () if dist is None else dist.requires or ():

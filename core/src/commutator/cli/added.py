@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from importlib.metadata import EntryPoint, distributions
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -14,10 +14,13 @@ from commutator.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PACKAGES", "AddedCommands"]
+__all__ = ["PACKAGES", "AddedCommands", "CommandModule"]
 
 GROUP = "commutator.commands"
 """Entry-point group of the modules that implement the hook ``command_register``."""
+
+_MARK = "commutator_impl"
+"""What ``commutator.hookimpl`` adds to a function."""
 
 PACKAGES = {
     "certs": "commutator-certs",
@@ -34,6 +37,16 @@ PACKAGES = {
 """Commands of our other packages; an error names the package to install."""
 
 
+class CommandModule(NamedTuple):
+    """An entry point of ``GROUP``."""
+
+    point: EntryPoint
+    commands: list[str]
+    """The names of those that it adds."""
+    problem: str | None
+    """Why it adds none, or not all that it registered."""
+
+
 class AddedCommands:
     """What plugins add to ``commutator``, or to one of its groups of commands."""
 
@@ -43,20 +56,33 @@ class AddedCommands:
         found: dict[str, Command] = {}
         self.problems: list[PluginError] = []
         """Why commands of a distribution are not here."""
+        modules: list[CommandModule] = []
         points = {*entry_points(group=GROUP)}
         for point in sorted(points, key=lambda point: (point.name, point.value)):
             try:
-                found = _with_commands_of(point, found)
+                together = _with_commands_of(point, found)
             except PluginError as error:
                 self.problems.append(error)
-        self.refused = {
+                modules.append(CommandModule(point, [], error.message))
+            else:
+                names = [name for name in together if name not in found]
+                modules.append(CommandModule(point, names, None))
+                found = together
+        refused = {
             name: f'command "{name}": {why}'
             for name in found
             if (why := self._refusal(name, own, found))
         }
-        """Why commands that were registered are not here, by their names."""
-        for name, text in self.refused.items():
+        for name, text in refused.items():
             self.problems.append(PluginError(found.pop(name).distribution, text))
+        self.modules = [
+            CommandModule(
+                point,
+                [name for name in names if name not in refused],
+                problem or "; ".join(refused[name] for name in names if name in refused) or None,
+            )
+            for point, names, problem in modules
+        ]
         self.commands: Mapping[str, Command] = {
             name.removeprefix(self._prefix): command
             for name, command in sorted(found.items())
@@ -104,19 +130,19 @@ def _with_commands_of(point: EntryPoint, found: dict[str, Command]) -> dict[str,
     who = point.value if point.dist is None else point.dist.name
     together = dict(found)
     try:
-        hook = getattr(point.load(), "command_register", None)
-        marked = hook is not None and hasattr(hook, "commutator_impl")
-        if hook is not None and marked:
-            hook(register=CommandRegister(together, who))
+        module = point.load()
+        marked = [name for name, member in vars(module).items() if hasattr(member, _MARK)]
+        if marked == ["command_register"]:
+            module.command_register(register=CommandRegister(together, who))
     except PluginError:
         raise
     except Exception as error:
         text = f"commands of {point.value} cannot be listed: {type(error).__name__}: {error}"
         raise PluginError(who, text) from error
-    if not marked:
+    if marked != ["command_register"]:
         text = (
             f"{point.value} is in the entry-point group {GROUP}: define command_register in it, "
-            "marked by commutator.hookimpl"
+            "marked by commutator.hookimpl, and no other hook"
         )
         raise PluginError(who, text)
     return together

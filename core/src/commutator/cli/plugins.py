@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from commutator.cli.options import no_plugin_option
+from commutator.errors import PluginError
 
 if TYPE_CHECKING:
+    from commutator.cli.added import CommandModule
     from commutator.plugins import Installed
 
 __all__ = ["plugins"]
@@ -25,18 +27,18 @@ def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
     from commutator.plugins import load_plugins
 
     installed = load_plugins(no_plugins).installed
-    refused = AddedCommands(own=COMMANDS).refused
-    for plugin in installed:
-        if theirs := [one.name for one in plugin.commands if one.name in refused]:
-            plugin.problem = "; ".join(refused[name] for name in theirs)
-            plugin.commands = tuple(one for one in plugin.commands if one.name not in refused)
+    modules = AddedCommands(own=COMMANDS).modules
+    rows = [*map(_row, installed), *map(_row_of_commands, modules)]
     if as_json:
-        click.echo(json.dumps([_fields(plugin) for plugin in installed], indent=2))
-    else:
-        _print_list(installed)
+        click.echo(json.dumps(rows, indent=2))
+        return
+    if not any(plugin.kinds for plugin in installed if plugin.name != "builtin"):
+        click.echo("No plugin is installed. In a checkout: pip install ./plugins/engines/reference")
+    for row in rows:
+        _print(row)
 
 
-def _fields(plugin: Installed) -> dict[str, object]:
+def _row(plugin: Installed) -> dict[str, Any]:
     return {
         "name": plugin.name,
         "distribution": plugin.distribution,
@@ -45,22 +47,34 @@ def _fields(plugin: Installed) -> dict[str, object]:
             {"seam": kind.seam, "kind": kind.name, "stability": kind.stability}
             for kind in plugin.kinds
         ],
-        "commands": [command.name for command in plugin.commands],
+        "commands": [],
         "hooks": list(plugin.hooks),
         "problem": plugin.problem,
     }
 
 
-def _print_list(installed: list[Installed]) -> None:
-    if not any(plugin.kinds for plugin in installed if plugin.name != "builtin"):
-        click.echo("No plugin is installed. In a checkout: pip install ./plugins/engines/reference")
-    for plugin in installed:
-        hooks = ", ".join(plugin.hooks) or "no hooks"
-        name = click.style(plugin.name, bold=True)
-        click.echo(f"{name}  {plugin.distribution} {plugin.version}  [{hooks}]")
-        for kind in plugin.kinds:
-            click.echo(f"    {kind}")
-        for command in plugin.commands:
-            click.echo(f"    command {command.name}")
-        if plugin.problem is not None:
-            click.secho(f"    not loaded: {plugin.problem}", fg="red")
+def _row_of_commands(module: CommandModule) -> dict[str, Any]:
+    from commutator.plugins import check_contract, describe
+
+    installed = describe(module.point)
+    try:
+        check_contract(module.point.dist, installed)
+    except PluginError as error:
+        installed.problem = error.message
+        return _row(installed)
+    if module.commands:
+        installed.hooks = ("command_register",)
+    installed.problem = module.problem
+    return {**_row(installed), "commands": module.commands}
+
+
+def _print(row: dict[str, Any]) -> None:
+    hooks = ", ".join(row["hooks"]) or "no hooks"
+    name = click.style(row["name"], bold=True)
+    click.echo(f"{name}  {row['distribution']} {row['version']}  [{hooks}]")
+    for kind in row["kinds"]:
+        click.echo(f"    {kind['seam']} {kind['kind']} ({kind['stability']})")
+    for command in row["commands"]:
+        click.echo(f"    command {command}")
+    if row["problem"] is not None:
+        click.secho(f"    not loaded: {row['problem']}", fg="red")

@@ -62,14 +62,8 @@ def build_app(
         middlewares.append(authenticate if guarded else authenticate_administrator)
     identifies = guarded and not gate.is_open
     parts = DoorParts(config, services, gate, protocols, identifies=identifies, cors=cors)
-    app = _app(parts, protocols, middlewares)
-    shown = config.operations != "off"
-    app.add_routes(health_routes(services, local_socket, probes_only=not shown))
-    if shown:
-        app.add_routes(admin_routes(services, administrator))
-        door = OperationsDoor(serves_clients=bool(protocols), needs_key=not gate.is_open)
-        _add_operations(app, services, door, _CHECKS)
-    return app
+    checks = {} if config.operations == "off" else _CHECKS
+    return _app(parts, protocols, local_socket, checks, middlewares, needs_key=not gate.is_open)
 
 
 def build_local_app(
@@ -80,24 +74,36 @@ def build_local_app(
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
     parts = DoorParts(config, services, services.gate, protocols)
-    app = _app(parts, protocols)
-    app.add_routes(health_routes(services, local_socket))
-    app.add_routes(admin_routes(services, own_user))
-    door = OperationsDoor(serves_clients=bool(protocols), needs_key=False)
-    _add_operations(app, services, door, {"act": own_user, "watch": own_user})
-    return app
+    return _app(parts, protocols, local_socket, {"act": own_user, "watch": own_user})
+
+
+_Check = Callable[[web.Request], str]
 
 
 def _app(
-    parts: DoorParts, protocols: Sequence[MountedProtocol], middlewares: Sequence[Middleware] = ()
+    parts: DoorParts,
+    protocols: Sequence[MountedProtocol],
+    local_socket: str | None,
+    checks: Mapping[OperationsNeed, _Check],
+    middlewares: Sequence[Middleware] = (),
+    *,
+    needs_key: bool = False,
 ) -> web.Application:
-    """An application that serves the protocols. Raises ConfigError."""
+    """An application of the protocols and probes, and of operations whose needs are in ``checks``.
+
+    Raises ConfigError.
+    """
     app = web.Application(
         middlewares=[exchange, *middlewares], client_max_size=parts.max_body_bytes
     )
     app.on_response_prepare.append(add_headers)
     app[DOOR] = parts
     app.add_routes(_protocol_routes(parts, protocols))
+    app.add_routes(health_routes(parts.services, local_socket, probes_only=not checks))
+    if checks:
+        app.add_routes(admin_routes(parts.services, checks["act"]))
+        door = OperationsDoor(serves_clients=bool(protocols), needs_key=needs_key)
+        _add_operations(app, door, checks)
     return app
 
 
@@ -108,25 +114,21 @@ _NO_CONSOLE = (
 _ABSENT = dict.fromkeys(("/", "/ui", "/admin/live"), _NO_CONSOLE)
 """What is said at a path that one of our packages has, where it is not served."""
 
-_Check = Callable[[web.Request], object]
 _CHECKS: Mapping[OperationsNeed, _Check] = {
     "act": administrator,
     "watch": live_reader,
-    "nothing": lambda _: None,
+    "nothing": lambda _: "",
 }
-"""Of the callers of operations: PermissionDeniedError for those who have not what a route needs."""
+"""Of the callers of operations, by what a route needs: who they are, or PermissionDeniedError."""
 
 
 def _add_operations(
-    app: web.Application,
-    services: FrontendServices,
-    door: OperationsDoor,
-    checks: Mapping[OperationsNeed, _Check],
+    app: web.Application, door: OperationsDoor, checks: Mapping[OperationsNeed, _Check]
 ) -> None:
     """The routes of operations whose needs are in ``checks``. Raises ConfigError."""
     taken = {(route.method, route.get_info().get("path", "")) for route in app.router.routes()}
     parts = app[DOOR]
-    found = _operations_routes(services.operations, door, taken)
+    found = _operations_routes(parts.services.operations, door, taken)
     for route in found:
         if (check := checks.get(route.needs)) is None:
             continue

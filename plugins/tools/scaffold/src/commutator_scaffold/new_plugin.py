@@ -252,14 +252,8 @@ def _check_name(kind: str, name: str) -> None:
             param_hint="NAME",
         )
     for plugin in load_plugins().installed:
-        if (
-            plugin.name == name
-            or any((offered.seam, offered.name) == (kind, name) for offered in plugin.kinds)
-            or (
-                kind == "command"
-                and name.replace("_", "-") in {one.name for one in plugin.commands}
-            )
-        ):
+        offers = [(offered.seam, offered.name) for offered in plugin.kinds]
+        if plugin.name == name or (kind, name) in offers:
             raise click.BadParameter(
                 f'"{name}" is already a plugin of {plugin.distribution}; choose another name',
                 param_hint="NAME",
