@@ -134,9 +134,8 @@ class _Builder:
         for key_node, value_node in node.value:
             key = self._loader.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                self._problem(
-                    key_node, f"the key {_spelling(key)} is not a string; put it in quotes"
-                )
+                shown = json.dumps(key, default=str)
+                self._problem(key_node, f"the key {shown} is not a string; put it in quotes")
             items[str(key)] = self(value_node, key_node)
         return items
 
@@ -155,10 +154,6 @@ class _Builder:
 
     def _problem(self, node: yaml.Node, text: str) -> None:
         self._problems.append(f"{self._origin(node.start_mark.line + 1)}: {text}")
-
-
-def _spelling(key: Any) -> str:
-    return json.dumps(key, default=str)
 
 
 _FLOAT = "tag:yaml.org,2002:float"

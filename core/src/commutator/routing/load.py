@@ -12,11 +12,25 @@ from attrs import define, field
 
 from commutator.contract.routing import BusyConfig, WorkerLoad
 
-__all__ = ["InFlightLoad", "Ticket", "threshold_hit"]
+__all__ = ["InFlightLoad", "Ticket", "load_of", "threshold_hit", "values_of"]
 
 _NOTHING = WorkerLoad()
 _MOST_CHANGES = 1 << 16
 """Workers whose last change is remembered."""
+
+
+def values_of(load: WorkerLoad) -> tuple[int, int, int]:
+    """Requests, prefill tokens and blocks: the fields of a load in their order."""
+    return load.active_requests, load.active_prefill_tokens, load.active_decode_blocks
+
+
+def load_of(requests: int, prefill_tokens: int, blocks: int) -> WorkerLoad:
+    """The inverse of ``values_of``."""
+    return WorkerLoad(
+        active_requests=requests,
+        active_prefill_tokens=prefill_tokens,
+        active_decode_blocks=blocks,
+    )
 
 
 @define
@@ -173,11 +187,7 @@ class InFlightLoad:
         if totals is None:
             return _NOTHING
         if totals.load is None:
-            totals.load = WorkerLoad(
-                active_requests=totals.requests,
-                active_prefill_tokens=totals.prefill_tokens,
-                active_decode_blocks=totals.blocks,
-            )
+            totals.load = load_of(totals.requests, totals.prefill_tokens, totals.blocks)
         return totals.load
 
     def all_own(self) -> dict[str, WorkerLoad]:

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 from commutator.contract.routing import WorkerLoad
 from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.hub import Hub, connections
-from commutator.routing.load import InFlightLoad
+from commutator.routing.load import InFlightLoad, load_of, values_of
 
 __all__ = ["ReplicaLoads", "ReplicaSync", "ShareTimes"]
 
@@ -116,7 +116,7 @@ class ReplicaSync:
             return
         self._number += 1
         self._sent, self._sent_s = loads, now_s
-        packed = {worker: _pack(load) for worker, load in loads.items()}
+        packed = {worker: values_of(load) for worker, load in loads.items()}
         connection.send(["share", self._name, self._number, packed])
 
     def _on_frame(self, frame: list[Any]) -> None:
@@ -130,14 +130,7 @@ class ReplicaSync:
                 except msgspec.ValidationError as error:
                     log.warning("front door %s sent a load that cannot be read: %s", peer, error)
                     return
-                received = {
-                    worker: WorkerLoad(
-                        active_requests=requests,
-                        active_prefill_tokens=tokens,
-                        active_decode_blocks=blocks,
-                    )
-                    for worker, (requests, tokens, blocks) in loads.items()
-                }
+                received = {worker: load_of(*values) for worker, values in loads.items()}
                 if self._peers.update(peer, number, received, time.monotonic()):
                     self._apply()
             case _:
@@ -145,10 +138,6 @@ class ReplicaSync:
 
     def _apply(self) -> None:
         self._load.set_peers(self._peers.total(), self._peers.count)
-
-
-def _pack(load: WorkerLoad) -> list[int]:
-    return [load.active_requests, load.active_prefill_tokens, load.active_decode_blocks]
 
 
 @frozen

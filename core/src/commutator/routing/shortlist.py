@@ -35,7 +35,7 @@ from commutator.contract.routing import (
     on_device,
     ranks_of,
 )
-from commutator.routing.load import InFlightLoad, threshold_hit
+from commutator.routing.load import InFlightLoad, load_of, threshold_hit, values_of
 from commutator.routing.prefix_index.index import PrefixIndex
 from commutator.routing.prefix_index.prefix_map import NOTHING_HELD, PrefixMatch
 from commutator.routing.workers import LiveWorker
@@ -97,12 +97,12 @@ class LoadIndex:
         """Enter a rank, or change its load."""
         before = self.loads.get(rank)
         self.loads[rank] = load
-        bit, now = 1 << rank, _values(load)
+        bit, now = 1 << rank, values_of(load)
         if before is None:
             for values, value in zip(self._fields, now, strict=True):
                 values.enter(value, bit)
             return
-        for values, old, value in zip(self._fields, _values(before), now, strict=True):
+        for values, old, value in zip(self._fields, values_of(before), now, strict=True):
             if old != value:
                 values.leave(old, bit)
                 values.enter(value, bit)
@@ -140,7 +140,7 @@ class LoadIndex:
                 while not values.ranks[values.order[places[number]]] & unseen:
                     places[number] -= 1
                 corner.append(values.order[places[number]])
-            if amount(_load(corner)) <= greatest:
+            if amount(load_of(*corner)) <= greatest:
                 break
             for values, value in zip(self._fields, corner, strict=True):
                 if ranks := values.ranks[value] & unseen:
@@ -203,7 +203,7 @@ class _Search:
                 places[number], floor[number], lightest[number] = place, order[place], ranks
             if self._level >= 0 and not reach[self._level] & unseen:
                 self._level = self._match.level(unseen, self._level)
-            bound = self._cost(_load(floor), self._overlap(self._level))
+            bound = self._cost(load_of(*floor), self._overlap(self._level))
             if bound > self._best:
                 self._others = min(self._others, bound)
                 return
@@ -241,17 +241,6 @@ class _Search:
 
     def _overlap(self, level: int) -> Overlap:
         return _NOTHING if level < 0 else on_device(self._match.depths[level])
-
-
-def _values(load: WorkerLoad) -> tuple[int, int, int]:
-    return load.active_requests, load.active_prefill_tokens, load.active_decode_blocks
-
-
-def _load(values: list[int]) -> WorkerLoad:
-    requests, tokens, blocks = values
-    return WorkerLoad(
-        active_requests=requests, active_prefill_tokens=tokens, active_decode_blocks=blocks
-    )
 
 
 def _lightest_of(ranks: int, lightest: list[int]) -> int:

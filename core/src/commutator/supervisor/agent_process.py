@@ -25,7 +25,6 @@ from attrs import evolve, frozen
 from commutator.config.load import Loaded, load_config
 from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.engine import LaunchContext, NodeGroup
-from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import RETIRED, Registry
 from commutator.errors import CommutatorError, ConfigError, EngineError, RegistryError
 from commutator.launcher.child import (
@@ -37,8 +36,8 @@ from commutator.launcher.child import (
 )
 from commutator.launcher.process import LocalLauncher
 from commutator.supervisor.hosts import (
-    child_environment,
     interface_of,
+    launcher_context,
     network_of,
     registry_client,
     run_secret,
@@ -63,7 +62,6 @@ _SETTLE_S = 10.0
 """After it can be reached again: it may say first that this host was replaced."""
 _IDLE_LOOKS = 3
 _RANK_GRACE_S = 10.0
-_SECRET = "secret"  # noqa: S105 - the name of a file
 
 
 @frozen(kw_only=True)
@@ -140,7 +138,9 @@ class _Host:
         host = "" if network is None else network.host
         spec = worker_spec(self._loaded, engine, order.number, network, host)
         spec = evolve(spec, generation=order.generation, group=self._group)
-        launcher = LocalLauncher(self._context())
+        launcher = LocalLauncher(
+            launcher_context(self._config, network, self._folder, self._secret, _print_line)
+        )
         if self._group is not None and self._group.rank > 0:
             await self._run_rank(launcher, spec)
             return
@@ -213,18 +213,6 @@ class _Host:
             raise EngineError(f"rank {spec.group.rank} of {spec.worker_id} {await ended}")
         finally:
             await launcher.close()
-
-    def _context(self) -> LauncherContext:
-        """As of a supervisor: the worker gets no secret that it does not need."""
-        secret_file = self._folder / _SECRET
-        self._secret.save(secret_file)
-        network = self._network
-        return LauncherContext(
-            folder=self._folder,
-            env=child_environment(self._config, network, secret_file),
-            on_line=_print_line,
-            listen="127.0.0.1" if network is None else network.listen,
-        )
 
     async def _live(self, agent: WorkerAgent, registry: Registry) -> None:
         """Run the worker until SIGTERM, or until this host is cut off; then until it is not."""

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from attrs import evolve
 from commutator.config.load import Loaded
 from commutator.config.model import Config
 from commutator.config.secrets import foreign_variables
+from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import Registry
 from commutator.errors import ConfigError
 from commutator.launcher.child import LOG_LEVEL
@@ -39,10 +40,10 @@ from commutator.trust.wire import certificates_of
 __all__ = [
     "as_member",
     "can_be_hub",
-    "child_environment",
     "cluster_warnings",
     "host_problems",
     "kv_host",
+    "launcher_context",
     "network_of",
     "registry_client",
     "run_secret",
@@ -188,9 +189,20 @@ def those_set(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def child_environment(config: Config, network: Network | None, secret_file: Path) -> dict[str, str]:
-    """What every child process gets: this environment without the secrets that others need."""
-    return {
+def launcher_context(
+    config: Config,
+    network: Network | None,
+    folder: Path,
+    secret: RunSecret,
+    on_line: Callable[[str, str, str], None],
+) -> LauncherContext:
+    """For the launcher of a run, whose ``secret`` is written into its ``folder``.
+
+    Every child process gets this environment without the secrets that others need.
+    """
+    secret_file = folder / "secret"
+    secret.save(secret_file)
+    env = {
         **those_set(os.environ.keys() - foreign_variables(config)),
         **transport_variables(config, network, os.environ),
         **({} if network is None else {NETWORK: network.to_json()}),
@@ -198,6 +210,12 @@ def child_environment(config: Config, network: Network | None, secret_file: Path
         SECRET_FILE: str(secret_file),
         BLOCKED_PLUGINS: ",".join(config.plugins.block),
     }
+    return LauncherContext(
+        folder=folder,
+        env=env,
+        on_line=on_line,
+        listen="127.0.0.1" if network is None else network.listen,
+    )
 
 
 def registry_client(loaded: Loaded) -> Registry:

@@ -33,15 +33,11 @@ class Ended:
     """Seconds for which it had been ready."""
 
 
-def _nobody(_ended: Ended, _wait_s: float) -> None:
-    pass
-
-
 async def keep_running(
     name: str,
     live_once: Callable[[], Awaitable[Ended]],
     backoff: Backoff,
-    on_end: Callable[[Ended, float], None] = _nobody,
+    on_end: Callable[[Ended, float], None] = lambda _ended, _wait_s: None,
 ) -> None:
     """Restart ``name`` each time it ends, until cancelled or until ``live_once`` raises.
 

@@ -26,7 +26,7 @@ from commutator.config.secrets import hidden_line, variables_of_frontends, varia
 from commutator.config.show import effective
 from commutator.contract.door import DoorAddress
 from commutator.contract.event_bus import EventBus
-from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
+from commutator.contract.launcher import AgentLauncher, Launcher
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.registry import Registry
 from commutator.contract.service import Service
@@ -45,7 +45,7 @@ from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.hosts import (
     can_be_hub,
-    child_environment,
+    launcher_context,
     network_of,
     run_secret,
     serves_registry,
@@ -65,8 +65,6 @@ log = logging.getLogger(__name__)
 _SAY_WAITING_AFTER_S = 5.0
 _SAY_WAITING_EVERY_S = 60.0
 """At the latest: what takes long is said less and less often."""
-_FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
-"""In the run's folder."""
 _DOOR_SILENCE_S = 5.0
 _DOOR_GONE_S = 15.0
 _MOST_INTERVALS = 2.0
@@ -115,7 +113,6 @@ class Supervisor:
         self._specs = worker_specs(loaded, self._network, engine)
         self._front_doors = self._config.frontend.replicas if front_doors is None else front_doors
         self._secret = run_secret(self._config)
-        self._secret.save(self._folder / _FILE_OF_SECRET)
         self._agents: AgentLauncher | None = None
         """Where workers are launched that are not processes of this supervisor."""
         self._launcher = self._make_launcher()
@@ -125,12 +122,9 @@ class Supervisor:
         self._kill = asyncio.Event()
 
     def _make_launcher(self) -> Launcher:
-        config, network = self._config.launcher, self._network
-        context = LauncherContext(
-            folder=self._folder,
-            env=child_environment(self._config, network, self._folder / _FILE_OF_SECRET),
-            on_line=self._on_line,
-            listen="127.0.0.1" if network is None else network.listen,
+        config = self._config.launcher
+        context = launcher_context(
+            self._config, self._network, self._folder, self._secret, self._on_line
         )
         made = self._loaded.host.launchers.kinds[config.kind].thing(config, context)
         if isinstance(made, Launcher):
