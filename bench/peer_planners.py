@@ -47,7 +47,7 @@ from commutator_replay.tables import load_trace
 from commutator_replay.trace import TraceRequest
 from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth, GrowthConfig, GrowthState
-from commutator_slo.policy import Slo
+from commutator_slo.plugin import Slo
 
 __all__ = [
     "PEERS",

@@ -6,7 +6,7 @@ from typing import Any
 
 from commutator.contract.planner import PlannerContext, PlannerPolicy
 from commutator_slo.config import SloConfig
-from commutator_slo.policy import Slo
+from commutator_slo.plugin import Slo
 from commutator_testing.planners import PlannerContract
 
 

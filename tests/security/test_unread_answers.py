@@ -169,7 +169,7 @@ async def test_they_are_named_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("commutator_http.strangers._WINDOW_S", 1.0)
+    monkeypatch.setattr("commutator_http.connections._WINDOW_S", 1.0)
     async with keyed_door(monkeypatch) as door:
         with unread(door.port, ASKED["without a key"], 8):
             await until_all_wait(door)

@@ -38,6 +38,7 @@ PUBLIC |= {"launcher.child", "launcher.ports", "launcher.process", "planning"}
 # What single plugins of ours use of core beside the faces.
 BESIDE = {
     "commutator_certs": {"trust.identity"},
+    "commutator_limits": {"registry.hub"},
     "commutator_slo": {"cli.added", "cli.front_door"},
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }

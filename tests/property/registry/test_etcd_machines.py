@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commutator_etcd.follower import Follower, Listing, SessionEnd, WatchMessage
-from commutator_etcd.lease import LeaseHolder, whole_ttl_s
+from commutator_etcd.registry import LeaseHolder, whole_ttl_s
 
 STEP_S = 0.25
 RESYNC_S = 20.0

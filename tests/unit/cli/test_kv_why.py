@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commutator.contract.worker import BlockExplanation, HeldBlock, PromptExplanation
-from commutator_console.kv.tables import show_why
+from commutator_console.kv import show_why
 
 
 def told(

@@ -13,7 +13,7 @@ from commutator.contract.worker import (
     PromptExplanation,
     TierVerification,
 )
-from commutator_console.kv.tables import show_verified, show_why
+from commutator_console.kv import show_verified, show_why
 from commutator_scaffold.demo import Answer, print_answer, summary
 
 ODD = "[/INST] [red]x"

@@ -26,7 +26,7 @@ from commutator.contract.settings import PositiveInt, setting
 from commutator.errors import ConfigError
 from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, PluginHost, load_plugins
-from commutator_http.door import HttpDoor
+from commutator_http.plugin import HttpDoor
 
 
 @frozen(kw_only=True)

@@ -12,7 +12,6 @@ from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.worker import Role
 from commutator_slo.need import Demand, Situation, need, needs
 from commutator_slo.queueing import (
-    Stream,
     decode_rate,
     mean_wait_s,
     running_requests,
@@ -52,10 +51,9 @@ def test_regular_arrivals_wait_less() -> None:
 def test_a_decode_worker_runs_as_many_as_its_steps_allow() -> None:
     """Vector V6."""
     rate = decode_rate(SIM, 0, 150, 0.05)
-    stream = Stream(rate_per_s=rate, prompt_tokens=0, output_tokens=150)
-    running = running_requests(SIM, stream)
+    running = running_requests(SIM, rate, 0, 150)
     assert math.floor(running) == 125
-    assert step_time_s(SIM, stream, 125) == pytest.approx(0.04975)
+    assert step_time_s(SIM, 0, 150, 125) == pytest.approx(0.04975)
     assert rate == pytest.approx(16.75, rel=0.001)
 
 
@@ -79,10 +77,9 @@ def test_an_aggregated_worker_shares_its_steps(prompt: int, answer: int, rate: f
 @pytest.mark.parametrize(("rate", "step_s"), [(1, 0.01048), (2, 0.04138)])
 def test_steps_of_an_aggregated_worker_grow_with_its_load(rate: float, step_s: float) -> None:
     """Vector V7."""
-    stream = Stream(rate_per_s=rate, prompt_tokens=3000, output_tokens=150)
-    running = running_requests(SIM, stream)
+    running = running_requests(SIM, rate, 3000, 150)
     assert running == pytest.approx(rate * 150 * step_s, rel=0.001)
-    assert step_time_s(SIM, stream, running) == pytest.approx(step_s, rel=0.001)
+    assert step_time_s(SIM, 3000, 150, running) == pytest.approx(step_s, rel=0.001)
 
 
 def test_the_best_split_of_eight_workers() -> None:

@@ -15,9 +15,8 @@ from commutator.contract.planner import SampleSums
 from commutator.contract.worker import Role
 from commutator.supervisor.planner.setup import planner_context
 from commutator_slo.config import SloConfig
-from commutator_slo.learned_file import LearnedFile
 from commutator_slo.performance import Sample, sums_of
-from commutator_slo.policy import Slo
+from commutator_slo.plugin import LearnedFile, Slo
 
 SUMS = sums_of(Sample(seconds=1.5, steps=10, step_requests=30.0)).times(40)
 KEYS = {Role.BOTH: "a", Role.PREFILL: "b"}

@@ -63,7 +63,7 @@ def test_an_authority_and_its_certificates(tmp_path: Path) -> None:
     assert issued.addresses == ("10.0.0.1", "fd00::1", "h1.example")
     assert issued.begins == NOW - timedelta(hours=1)
     assert issued.ends == NOW + DAYS_90
-    assert authority.issued() == ["h1"]
+    assert authority.expiring(timedelta(days=365), NOW) == ["h1"]
 
 
 def test_both_ends_of_a_connection_accept_each_other_and_no_other_authority(

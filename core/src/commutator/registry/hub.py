@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from commutator.contract.registry import RegistryConfig
+from commutator.contract.service import Connection
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.claims import HUB
@@ -26,12 +27,15 @@ __all__ = ["Hub", "connections", "hub_of"]
 log = logging.getLogger(__name__)
 
 _OnFrame = Callable[[list[Any]], None]
-_Connect = Callable[[_OnFrame, Callable[[], None]], Awaitable[FrameProtocol]]
+ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
 async def connections(
-    connect: _Connect, on_frame: _OnFrame, what: str, level: int = logging.WARNING
-) -> AsyncGenerator[tuple[FrameProtocol, asyncio.Event], None]:
+    connect: Callable[[_OnFrame, Callable[[], None]], Awaitable[ConnectionT]],
+    on_frame: _OnFrame,
+    what: str,
+    level: int = logging.WARNING,
+) -> AsyncGenerator[tuple[ConnectionT, asyncio.Event], None]:
     """One connection after another, each with an event that is set when it is lost.
 
     Each is closed when the next one is asked for, which comes after a pause. ``connect`` as

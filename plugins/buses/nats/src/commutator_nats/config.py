@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ from attrs import Attribute, frozen
 
 from commutator import PositiveInt, Secret, setting
 from commutator.contract.event_bus import EventBusConfig
+from commutator.registry import is_loopback
 
 __all__ = ["NatsConfig", "NatsServers", "NatsTls"]
 
@@ -88,7 +88,7 @@ class NatsServers:
             raise ValueError("expected token or nkey_seed, got both")
         if not self.encrypted and not self.insecure:
             for url in self.servers:
-                if not _is_loopback(urlsplit(url).hostname or ""):
+                if not is_loopback(urlsplit(url).hostname or ""):
                     raise ValueError(
                         f"{url} is on another host: use tls, or allow plain text by "
                         "`insecure: true`"
@@ -115,10 +115,3 @@ class NatsConfig(NatsServers, EventBusConfig):
         "beyond, and asks the worker's host for it later.",
         20_000,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -16,11 +17,11 @@ from commutator.contract.operations import (
     OperationsNeed,
     OperationsRoute,
 )
+from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices, Gate
 from commutator_http.administration import admin_routes
-from commutator_http.api_keys import StaticKeys
 from commutator_http.call import CALL, DOOR, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
 from commutator_http.cors import Cors
@@ -181,10 +182,30 @@ def _absent(text: str) -> Handler:
     return handler
 
 
+_DEFAULT = Principal(name="default", permissions=frozenset({"admin"}))
+"""The principal of every such key. It has no salt of its own: its clients' salts are all there is,
+as without keys."""
+
+
+class _StaticKeys(Authenticator):
+    """Compares a bearer token with a few keys, which may be short and in any alphabet."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._accepted = [key.encode() for key in keys]
+
+    async def authenticate(self, credentials: Credentials) -> Principal | None:
+        if credentials.bearer is None:
+            return None
+        given = credentials.bearer.encode(errors="surrogateescape")
+        # Compare every key, each in constant time, so that timing reveals nothing.
+        matches = [hmac.compare_digest(given, key) for key in self._accepted]
+        return _DEFAULT if any(matches) else None
+
+
 def _gate(config: HttpConfig, services: FrontendServices) -> Gate:
     """Who tells the clients of the door apart: its own keys first. Raises ConfigError."""
     keys = [secret.reveal() for secret in config.api_keys]
-    return services.gate.after("api_keys", StaticKeys(keys)) if keys else services.gate
+    return services.gate.after("api_keys", _StaticKeys(keys)) if keys else services.gate
 
 
 def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> list[web.RouteDef]:

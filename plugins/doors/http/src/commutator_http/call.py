@@ -27,10 +27,10 @@ from commutator.errors import RequestError
 from commutator.frontend import Call, FrontendServices, Gate, rate_limits
 from commutator_http.byte_budget import ByteBudget
 from commutator_http.config import HttpConfig
+from commutator_http.connections import Strangers
 from commutator_http.cors import Cors
 from commutator_http.health import PROBE_PATHS
 from commutator_http.inflate import CODINGS, InflateError, Inflater
-from commutator_http.strangers import Strangers
 
 __all__ = [
     "CALL",

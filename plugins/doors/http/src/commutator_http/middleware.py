@@ -177,22 +177,17 @@ async def _identify(call: HttpCall) -> None:
     principal = call.parts_of_door.gate.known.get(call.headers.get(hdrs.AUTHORIZATION, ""))
     if principal is None:  # not by its key alone
         principal = await _asked(call)
-    _begin(call.request, call, principal)
-
-
-def _begin(request: web.Request, call: HttpCall, principal: Principal) -> None:
-    path, services = call.path, call.services
     call.principal = principal
-    if principal is not ANONYMOUS and isinstance(request.protocol, ClientConnection):
-        request.protocol.knows_client()
+    if principal is not ANONYMOUS and isinstance(call.request.protocol, ClientConnection):
+        call.request.protocol.knows_client()
     WORKING_FOR.set(principal.name)
-    if path in OPERATIONS_PATHS and call.endpoint != OTHER:
+    if call.path in OPERATIONS_PATHS and call.endpoint != OTHER:
         require(principal, "metrics")
     if call.method == "POST":
         if call.explains:
             require(principal, "explain", "X-Commutator-Explain")
-        if not path.startswith(OPERATIONS_PREFIX):
-            call.counts = services.request_limiter.begin(principal)
+        if not call.path.startswith(OPERATIONS_PREFIX):
+            call.counts = call.services.request_limiter.begin(principal)
 
 
 @web.middleware

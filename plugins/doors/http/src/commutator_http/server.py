@@ -16,7 +16,6 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import StreamReader, hdrs, web
-from attrs import frozen
 
 from commutator.contract.answer import Failure
 from commutator.contract.door import OpenDoor
@@ -98,9 +97,8 @@ async def open_server(
             log.info("a connection of %s was closed: %s", address or "an operator", reason)
 
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
-    deadlines = Deadlines.of(config)
     failed = partial(failure_response, protocol=protocols[0] if protocols else None)
-    runner = Runner(app, table, deadlines, failed)
+    runner = Runner(app, table, config, failed)
     runners = [runner]
     try:
         await runner.setup()
@@ -109,7 +107,7 @@ async def open_server(
         listener.start()
         if local_socket is not None:
             local_app = build_local_app(config, services, protocols, local_socket)
-            local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), deadlines, failed)
+            local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), config, failed)
             runners.append(local)
             await local.setup()
             await web.UnixSite(local, local_socket).start()
@@ -145,26 +143,6 @@ class OpenServer(OpenDoor):
             await runner.cleanup()
 
 
-@frozen(kw_only=True)
-class Deadlines:
-    """How long a client may take, in seconds."""
-
-    header_s: float
-    """For the line and the headers of a request."""
-    keep_alive_s: float
-    """From an answer to the next request."""
-    write_s: float
-    """In which a client that has something to read has to read some of it."""
-
-    @classmethod
-    def of(cls, config: HttpConfig) -> Deadlines:
-        return cls(
-            header_s=config.header_timeout_s,
-            keep_alive_s=config.keep_alive_timeout_s,
-            write_s=config.write_timeout_s,
-        )
-
-
 class Runner(web.AppRunner):
     """Cancels a handler when its client goes away, and answers broken HTTP as ``failed`` says."""
 
@@ -172,7 +150,7 @@ class Runner(web.AppRunner):
         self,
         app: web.Application,
         table: ConnectionTable,
-        deadlines: Deadlines,
+        config: HttpConfig,
         failed: Failed,
     ) -> None:
         super().__init__(
@@ -180,27 +158,21 @@ class Runner(web.AppRunner):
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=_FLUSH_S,
-            keepalive_timeout=deadlines.keep_alive_s,
+            keepalive_timeout=config.keep_alive_timeout_s,
             max_field_size=_MAX_HEADER_LINE,
             max_line_size=_MAX_HEADER_LINE,
             max_headers=_MAX_HEADERS,
             lingering_time=_LINGERING_S,
             auto_decompress=False,  # ``commutator_http.call`` does, what it wants
         )
-        self._table = table
-        self._deadlines = deadlines
-        self._failed = failed
+        self.table = table
+        self.config = config
+        self.failed = failed
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        return _Server(
-            partial(find_answer, self.app[DOOR], server.request_handler),
-            request_factory=server.request_factory,
-            table=self._table,
-            deadlines=self._deadlines,
-            failed=self._failed,
-            **self._kwargs,
-        )
+        handler = partial(find_answer, self.app[DOOR], server.request_handler)
+        return _Server(self, handler, request_factory=server.request_factory, **self._kwargs)
 
     def protocol(self, connection: Connection) -> web.RequestHandler:
         """The protocol of a connection that counts in the table."""
@@ -209,19 +181,9 @@ class Runner(web.AppRunner):
 
 
 class _Server(web.Server):
-    def __init__(
-        self,
-        handler: Any,
-        *,
-        table: ConnectionTable,
-        deadlines: Deadlines,
-        failed: Failed,
-        **options: Any,
-    ) -> None:
+    def __init__(self, runner: Runner, handler: Any, **options: Any) -> None:
         super().__init__(handler, **options)
-        self.table = table
-        self.deadlines = deadlines
-        self.failed = failed
+        self.runner = runner
 
     def __call__(self) -> web.RequestHandler:
         """For the local socket, whose connections do not count."""
@@ -237,8 +199,8 @@ class _Protocol(ClientConnection, web.RequestHandler):
     __slots__ = (
         "_accepted",
         "_body",
+        "_config",
         "_connection",
-        "_deadlines",
         "_failed",
         "_header_bytes",
         "_header_timer",
@@ -248,9 +210,8 @@ class _Protocol(ClientConnection, web.RequestHandler):
 
     def __init__(self, server: _Server, connection: Connection | None, **options: Any) -> None:
         super().__init__(server, **options)
-        self._table = server.table
-        self._deadlines = server.deadlines
-        self._failed = server.failed
+        runner = server.runner
+        self._table, self._config, self._failed = runner.table, runner.config, runner.failed
         self._connection = connection
         self._body: StreamReader | None = None
         """Of the last request whose headers came."""
@@ -332,7 +293,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
 
     def _expect_reading(self) -> None:
         self._write_timer = self._loop.call_later(
-            self._deadlines.write_s, self._read_some, self._unsent_bytes()
+            self._config.write_timeout_s, self._read_some, self._unsent_bytes()
         )
 
     def _was_read(self) -> None:
@@ -386,7 +347,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
             self._table.works(self._connection)
 
     def _expect_headers(self) -> None:
-        self._header_timer = self._loop.call_later(self._deadlines.header_s, self._too_slow)
+        self._header_timer = self._loop.call_later(self._config.header_timeout_s, self._too_slow)
 
     def _headers_came(self) -> None:
         self._header_bytes = 0

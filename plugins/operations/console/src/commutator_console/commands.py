@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator top`, `commutator route` and `commutator kv`."""
-    for name, module, text in (
-        ("top", "top", "Show a running deployment live, in the terminal."),
-        ("route", "route", "Show where a prompt is routed, and why."),
-        ("kv", "kv.command", "Show and change the KV blocks in storage tiers."),
+    for name, text in (
+        ("top", "Show a running deployment live, in the terminal."),
+        ("route", "Show where a prompt is routed, and why."),
+        ("kv", "Show and change the KV blocks in storage tiers."),
     ):
-        register(name, text, partial(_command, module, name))
+        register(name, text, partial(_command, name))
 
 
-def _command(module: str, name: str) -> Any:
-    return getattr(import_module(f"commutator_console.{module}"), name)
+def _command(name: str) -> Any:
+    return getattr(import_module(f"commutator_console.{name}"), name)

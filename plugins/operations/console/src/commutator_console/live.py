@@ -37,7 +37,6 @@ from commutator.contract.operations import (
 )
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.routing import Decision
-from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EngineLoad, WorkerRecord
 from commutator.errors import OverloadedError
 from commutator.frontend import FrontendServices
@@ -388,7 +387,7 @@ class LiveFeed:
             name = status.worker_id
             in_flight = sum(part.in_flight.get(name, 0) for part in parts)
             load = self._loads.get(name)
-            row = worker_row(status, in_flight, load, kv.get(name), UNBOUNDED)
+            row = worker_row(status, in_flight, load, kv.get(name))
             rows.append(msgspec.Raw(msgspec.json.encode(row)))
             if number % _MOST_ASKED == 0:
                 await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EngineLoad, KvStatistics
 from commutator.metrics.families import ITL_BUCKETS_S, TTFT_BUCKETS_S
 from commutator.registry.unready import UnreadyWorker
@@ -71,13 +72,8 @@ def _combined(one: Counters, other: Counters, sign: float) -> Counters:
     return max(0.0, one + sign * other)
 
 
-@frozen
-class _Taken:
-    """The counters of one moment."""
-
-    at_s: float
-    counters: Mapping[str, tuple[str, Counters]]
-    """(instance, tree) by the name of who counts."""
+_Counted = Mapping[str, tuple[str, Counters]]
+"""(instance, tree) by the name of who counts."""
 
 
 class RateWindow:
@@ -88,12 +84,13 @@ class RateWindow:
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
-        self._taken: deque[_Taken] = deque()
+        self._taken: deque[tuple[float, _Counted]] = deque()
+        """The times and counters of the window."""
 
-    def add(self, now_s: float, counters: Mapping[str, tuple[str, Counters]]) -> None:
-        """The counters of ``now_s``, which never goes back: (instance, tree) by source."""
-        self._taken.append(_Taken(now_s, counters))
-        while len(self._taken) > 2 and self._taken[1].at_s <= now_s - self.length_s:  # noqa: PLR2004
+    def add(self, now_s: float, counters: _Counted) -> None:
+        """The counters of ``now_s``, which never goes back."""
+        self._taken.append((now_s, counters))
+        while len(self._taken) > 2 and self._taken[1][0] <= now_s - self.length_s:  # noqa: PLR2004
             self._taken.popleft()
 
     def clear(self) -> None:
@@ -102,18 +99,18 @@ class RateWindow:
     @property
     def elapsed_s(self) -> float:
         """Between the oldest and the newest counters; 0 before there are two."""
-        return self._taken[-1].at_s - self._taken[0].at_s if self._taken else 0.0
+        return self._taken[-1][0] - self._taken[0][0] if self._taken else 0.0
 
     def by_source(self) -> dict[str, Counters]:
         """What each source has counted since it was first seen in the window."""
         if not self._taken:
             return {}
         found = {}
-        for source, (instance, counters) in self._taken[-1].counters.items():
+        for source, (instance, counters) in self._taken[-1][1].items():
             first = next(
-                taken.counters[source][1]
-                for taken in self._taken
-                if source in taken.counters and taken.counters[source][0] == instance
+                taken[source][1]
+                for _, taken in self._taken
+                if source in taken and taken[source][0] == instance
             )
             found[source] = minus(counters, first)
         return found
@@ -356,7 +353,6 @@ def worker_row(
     requests: int,
     load: EngineLoad | None,
     kv: KvStatistics | None,
-    unbounded: int,
 ) -> dict[str, Any]:
     """One worker; ``requests`` are those in flight of all front doors."""
     return _row(status) | {
@@ -370,7 +366,7 @@ def worker_row(
                 "medium": tier.medium,
                 "up": tier.up,
                 "blocks": tier.published,
-                "capacity_blocks": tier.capacity if tier.capacity < unbounded else None,
+                "capacity_blocks": tier.capacity if tier.capacity < UNBOUNDED else None,
             }
             for tier in (() if kv is None else kv.tiers)
         ],

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator.contract.worker import Role
-from commutator_slo.queueing import Queue, Stream, decode_rate, running_requests, smallest
+from commutator_slo.queueing import Queue, decode_rate, running_requests, smallest
 
 __all__ = ["Demand", "Need", "NeedOf", "Situation", "need", "needs"]
 
@@ -160,10 +160,7 @@ def _is_enough(
         )
         if rate_per_s / workers > most:
             return False
-        stream = Stream(
-            rate_per_s=rate_per_s / workers, prompt_tokens=prompt_tokens, output_tokens=answer
-        )
-        running = running_requests(performance, stream)
+        running = running_requests(performance, rate_per_s / workers, prompt_tokens, answer)
     services_s: dict[float, float] = {}
     for tokens, weight in lengths.items():
         if tokens:  # the prompt of the others is computed elsewhere

@@ -16,7 +16,6 @@ from commutator.contract.planner import EnginePerformance
 
 __all__ = [
     "Queue",
-    "Stream",
     "decode_rate",
     "mean_wait_s",
     "running_requests",
@@ -85,29 +84,23 @@ class Queue:
         )
 
 
-@frozen(kw_only=True)
-class Stream:
-    """Requests that decode at one worker, whose steps also compute their prompts."""
+def running_requests(
+    performance: EnginePerformance, rate_per_s: float, prompt_tokens: float, output_tokens: float
+) -> float:
+    """Mean number of requests that decode at once; infinite if the worker cannot keep up.
 
-    rate_per_s: float
-    prompt_tokens: float
-    """Mean prompt tokens that the worker computes for a request."""
-    output_tokens: float
-
-
-def running_requests(performance: EnginePerformance, stream: Stream) -> float:
-    """Mean number of requests that decode at once; infinite if the worker cannot keep up."""
-    rate, tokens = stream.rate_per_s, stream.output_tokens
-    spare = 1 - rate * performance.work_s(stream.prompt_tokens, tokens)
-    return rate * tokens * performance.step_s / spare if spare > 0 else math.inf
+    ``prompt_tokens``: those that the worker computes for a request, in the steps of the others.
+    """
+    spare = 1 - rate_per_s * performance.work_s(prompt_tokens, output_tokens)
+    return rate_per_s * output_tokens * performance.step_s / spare if spare > 0 else math.inf
 
 
-def step_time_s(performance: EnginePerformance, stream: Stream, running: float) -> float:
+def step_time_s(
+    performance: EnginePerformance, prompt_tokens: float, output_tokens: float, running: float
+) -> float:
     """Mean time of a step, prompts included, with this many running requests."""
-    if stream.output_tokens <= 0:
-        return 0.0
-    work_s = performance.work_s(stream.prompt_tokens, stream.output_tokens)
-    return performance.step_s + running * work_s / stream.output_tokens
+    work_s = performance.work_s(prompt_tokens, output_tokens)
+    return performance.step_s + running * work_s / output_tokens
 
 
 def decode_rate(
@@ -138,8 +131,7 @@ def decode_rate(
         # n + z sqrt(n) <= most
         spread = max(0.0, NormalDist().inv_cdf(attainment))
         most = math.pow((math.sqrt(spread**2 + 4 * most) - spread) / 2, 2)
-    stream = Stream(rate_per_s=0.0, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    step_s = step_time_s(performance, stream, most)
+    step_s = step_time_s(performance, prompt_tokens, output_tokens, most)
     return most / (output_tokens * step_s) if step_s > 0 else math.inf
 
 

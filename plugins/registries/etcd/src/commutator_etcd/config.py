@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ from attrs import Attribute, frozen
 
 from commutator import PositiveSeconds, setting
 from commutator.contract.registry import RegistryConfig
+from commutator.registry import is_loopback
 
 __all__ = ["EtcdConfig", "EtcdTls"]
 
@@ -87,7 +87,7 @@ class EtcdConfig(RegistryConfig):
             raise ValueError("`tls` needs https endpoints")
         if not self.encrypted and not self.insecure:
             for url in self.endpoints:
-                if not _is_loopback(urlsplit(url).hostname or ""):
+                if not is_loopback(urlsplit(url).hostname or ""):
                     raise ValueError(
                         f"{url} is on another host: use https, or allow plain text by "
                         "`insecure: true`"
@@ -97,10 +97,3 @@ class EtcdConfig(RegistryConfig):
     def encrypted(self) -> bool:
         """Whether the endpoints are reached by TLS."""
         return self.endpoints[0].startswith("https:")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -18,17 +18,18 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from itertools import islice
 from typing import Any
 from uuid import uuid4
 
 from attrs import define, field
 
-from commutator.backoff import Backoff
 from commutator.contract.limiter import RequestLimiter, Standing, Ticket
 from commutator.contract.principal import Limits, Principal
 from commutator.contract.service import Connection, Hub
 from commutator.errors import RateLimitError, RegistryError
+from commutator.registry.hub import connections
 from commutator_limits.ledger import (
     Ledger,
     Moment,
@@ -55,7 +56,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.5
 _REPORT_INTERVAL_S = 0.5
@@ -714,28 +714,17 @@ class _Link:
         self._on_lost = on_lost
 
     async def run(self) -> None:
-        backoff = _RECONNECT
-        while True:
-            lost = asyncio.Event()
-            try:
-                connection = await self._hub.connect(self._take, lost.set)
-            except RegistryError as error:
-                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
-            else:
-                backoff = _RECONNECT
+        found = connections(self._hub.connect, self._take, "limits")
+        async with aclosing(found):
+            async for connection, lost in found:
+                connection.send([SERVICE, "open", self._door, self._incarnation, self._tickets()])
+                self.connection = connection
                 try:
-                    connection.send(
-                        [SERVICE, "open", self._door, self._incarnation, self._tickets()]
-                    )
-                    self.connection = connection
                     await lost.wait()
                 finally:
                     self.connection = None
-                    connection.close()
                     self._on_lost()
                 log.warning("limits: the connection to the hub was lost; reconnecting")
-            backoff, wait_s = backoff.after_failure(0.0)
-            await asyncio.sleep(wait_s)
 
     def _take(self, frame: list[Any]) -> None:
         try:

@@ -29,7 +29,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from attrs import define, fields
@@ -66,12 +66,7 @@ _RECALL_TIMEOUT_S = 0.25
 _MAX_ALLOWED = 4096
 """Requests, by one answer."""
 
-COUNTED = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "tokens_per_day",
-    "concurrent_requests",
-)
+COUNTED: tuple[LimitName, ...] = get_args(LimitName)
 """The limits that the ledger needs, in the order of a frame."""
 _Packed = tuple[int | None, int | None, int | None, int | None]
 _Facts = tuple[int | None, int | None, float | None, int | None, int | None, float | None]

@@ -162,23 +162,16 @@ class Authority:
             raise CertificateError(f"{file}: names no process of a cluster, so it is not renewed")
         return self.issue(issued.identity, issued.addresses, now, valid, replace=True)
 
-    def issued(self) -> list[str]:
-        """The names that have a certificate in the folder, sorted."""
-        files = sorted(self.folder.glob("*.pem"))
+    def expiring(self, within: timedelta, now: datetime) -> list[str]:
+        """The names whose certificates expire within that time, or have; sorted."""
         return [
             file.stem
-            for file in files
+            for file in sorted(self.folder.glob("*.pem"))
             if file.with_suffix(".key").exists()
             and file.stem != _CA
-            and read_certificates(file)[0].identity is not None
+            and (issued := read_certificates(file)[0]).identity is not None
+            and issued.ends <= now + within
         ]
-
-    def expiring(self, within: timedelta, now: datetime) -> list[str]:
-        """The names whose certificates expire within that time, or have."""
-        ends = {
-            name: read_certificates(self.folder / f"{name}.pem")[0].ends for name in self.issued()
-        }
-        return [name for name, end in ends.items() if end <= now + within]
 
 
 def read_certificates(file: Path) -> list[Issued]:

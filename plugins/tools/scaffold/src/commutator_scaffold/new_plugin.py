@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -160,8 +160,13 @@ def new_plugin(kind: str, name: str, folder: Path | None) -> None:
     """Make a Python package for a plugin of your own."""
     name = name.replace("-", "_")
     root = click.get_current_context().find_root()
-    if kind == "command" and isinstance(root.command, click.Group):
-        _check_command(name.replace("_", "-"), root.command.list_commands(root))
+    command = name.replace("_", "-")
+    commands = root.command.list_commands(root) if isinstance(root.command, click.Group) else ()
+    if kind == "command" and command in commands:
+        raise click.BadParameter(
+            f'"{command}" is already a command of commutator; choose another name',
+            param_hint="NAME",
+        )
     _check_name(kind, name)
     folder = Path(name) if folder is None else folder
     if folder.is_dir() and any(folder.iterdir()):
@@ -262,14 +267,6 @@ def _check_name(kind: str, name: str) -> None:
         raise click.BadParameter(
             f"the package commutator_{name} is already installed; choose another name",
             param_hint="NAME",
-        )
-
-
-def _check_command(name: str, commands: Iterable[str]) -> None:
-    """Raises click.BadParameter if it is one of ``commands``."""
-    if name in commands:
-        raise click.BadParameter(
-            f'"{name}" is already a command of commutator; choose another name', param_hint="NAME"
         )
 
 

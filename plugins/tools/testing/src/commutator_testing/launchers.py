@@ -185,6 +185,15 @@ class AgentLauncherContract:
                 await launcher.remove(agent.name, 10)
             await launcher.close()
 
+    @asynccontextmanager
+    async def placed(
+        self, report: Path, **order: str
+    ) -> AsyncIterator[tuple[AgentLauncher, dict[str, Any]]]:
+        """An open launcher that has placed an agent, and what this was given."""
+        async with self.opened() as launcher:
+            await launcher.place(self.plan(report, **order))
+            yield launcher, await self.reported(report)
+
     def plan(self, report: Path, name: str = "w-0", **order: str) -> AgentPlan:
         """An agent that reports to a file."""
         files = {"order.json": json.dumps({"report": str(report), **order})}
@@ -252,10 +261,8 @@ class AgentLauncherContract:
     async def test_an_agent_is_placed_once_and_found_by_the_next_launcher(
         self, tmp_path: Path
     ) -> None:
-        async with self.opened() as launcher:
-            plan = self.plan(tmp_path / "r")
-            await launcher.place(plan)
-            given = await self.reported(tmp_path / "r")
+        plan = self.plan(tmp_path / "r")
+        async with self.placed(tmp_path / "r") as (launcher, given):
             await launcher.place(plan)
             other = self.make_launcher()
             await other.open()
@@ -268,9 +275,7 @@ class AgentLauncherContract:
             assert json.loads((tmp_path / "r").read_text()) == given
 
     async def test_an_agent_that_ends_is_started_again(self, tmp_path: Path) -> None:
-        async with self.opened() as launcher:
-            await launcher.place(self.plan(tmp_path / "r"))
-            given = await self.reported(tmp_path / "r")
+        async with self.placed(tmp_path / "r") as (launcher, given):
             os.kill(given["pid"], signal.SIGKILL)
             again = await self.reported(tmp_path / "r", other_than=given["pid"])
             await self.gone(given["child"])
@@ -281,9 +286,7 @@ class AgentLauncherContract:
 
     async def test_the_end_of_the_launchers_process_ends_the_agent(self, tmp_path: Path) -> None:
         """It is started again: by what started the process, or by a new launcher."""
-        async with self.opened() as launcher:
-            await launcher.place(self.plan(tmp_path / "r"))
-            given = await self.reported(tmp_path / "r")
+        async with self.placed(tmp_path / "r") as (_, given):
             if given["parent"] == os.getpid():
                 pytest.skip("this launcher's process is the test itself")
             os.kill(given["parent"], signal.SIGKILL)
@@ -291,9 +294,7 @@ class AgentLauncherContract:
             await self.reported(tmp_path / "r", other_than=given["pid"])
 
     async def test_an_agent_is_asked_to_end_and_nothing_is_left(self, tmp_path: Path) -> None:
-        async with self.opened() as launcher:
-            await launcher.place(self.plan(tmp_path / "r"))
-            given = await self.reported(tmp_path / "r")
+        async with self.placed(tmp_path / "r") as (launcher, given):
             await launcher.remove("w-0", 10)
             assert not _is_alive(given["pid"])
             await self.gone(given["child"])
@@ -304,10 +305,8 @@ class AgentLauncherContract:
     async def test_one_whose_remover_is_gone_is_ending_until_it_is_removed(
         self, tmp_path: Path
     ) -> None:
-        async with self.opened() as launcher:
-            may_end = tmp_path / "may-end"
-            await launcher.place(self.plan(tmp_path / "r", ends_with=str(may_end)))
-            given = await self.reported(tmp_path / "r")
+        may_end = tmp_path / "may-end"
+        async with self.placed(tmp_path / "r", ends_with=str(may_end)) as (launcher, given):
             other = self.make_launcher()
             await other.open()
             removing = asyncio.create_task(other.remove("w-0", self.patience_s))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -215,21 +216,30 @@ class RegistryContract:
 
     async def test_a_drained_worker_stays_drained_when_it_registers_again(self) -> None:
         async with self.open_registry() as registry:
-            assert not await registry.set_draining("a-0", True), "there is no such worker"
-            await registry.register(make_worker("a-0"), _LONG_S)
-            async with watching(registry) as watcher:
-                await watcher.next()
-                assert await registry.set_draining("a-0", True)
-                drained = evolve(make_worker("a-0"), draining=True)
-                assert await watcher.next() == [WorkerUp(record=drained)]
-                await registry.register(make_worker("a-0", port=2), _LONG_S)
-                again = evolve(make_worker("a-0", port=2), draining=True)
-                assert await watcher.next() == [
-                    WorkerDown(worker_id="a-0", reason="failed"),
-                    WorkerUp(record=again),
-                ]
-                assert await registry.set_draining("a-0", False)
-                assert await watcher.next() == [WorkerUp(record=make_worker("a-0", port=2))]
+            await self._stays(registry, registry.set_draining, "draining", True)
+
+    async def test_a_role_stays_when_the_worker_registers_again(self) -> None:
+        async with self.open_registry() as registry:
+            await self._stays(registry, registry.set_role, "role", Role.PREFILL)
+
+    async def _stays(
+        self, registry: Registry, change: Callable[[str, Any], Awaitable[bool]], name: str, to: Any
+    ) -> None:
+        """What ``change`` does to the field ``name`` outlives a registration, and can be undone."""
+        first, second = make_worker("a-0"), make_worker("a-0", port=2)
+        assert not await change("a-0", to), "there is no such worker"
+        await registry.register(first, _LONG_S)
+        async with watching(registry) as watcher:
+            await watcher.next()
+            assert await change("a-0", to)
+            assert await watcher.next() == [WorkerUp(record=evolve(first, **{name: to}))]
+            await registry.register(second, _LONG_S)
+            assert await watcher.next() == [
+                WorkerDown(worker_id="a-0", reason="failed"),
+                WorkerUp(record=evolve(second, **{name: to})),
+            ]
+            assert await change("a-0", getattr(second, name))
+            assert await watcher.next() == [WorkerUp(record=second)]
 
     async def test_draining_outlives_the_worker(self) -> None:
         async with self.open_registry() as registry, watching(registry) as watcher:
@@ -259,24 +269,6 @@ class RegistryContract:
                     if isinstance(change, WorkerUp):
                         last = change.record
             assert last.role is Role.DECODE
-
-    async def test_a_role_stays_when_the_worker_registers_again(self) -> None:
-        async with self.open_registry() as registry:
-            assert not await registry.set_role("a-0", Role.PREFILL), "there is no such worker"
-            await registry.register(make_worker("a-0"), _LONG_S)
-            async with watching(registry) as watcher:
-                await watcher.next()
-                assert await registry.set_role("a-0", Role.PREFILL)
-                changed = evolve(make_worker("a-0"), role=Role.PREFILL)
-                assert await watcher.next() == [WorkerUp(record=changed)]
-                await registry.register(make_worker("a-0", port=2), _LONG_S)
-                again = evolve(make_worker("a-0", port=2), role=Role.PREFILL)
-                assert await watcher.next() == [
-                    WorkerDown(worker_id="a-0", reason="failed"),
-                    WorkerUp(record=again),
-                ]
-                assert await registry.set_role("a-0", Role.DECODE)
-                assert await watcher.next() == [WorkerUp(record=make_worker("a-0", port=2))]
 
     async def test_a_document_is_read_as_it_was_written(self) -> None:
         async with self.open_registry() as registry:

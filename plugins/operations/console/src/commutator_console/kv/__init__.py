@@ -1,1 +1,0 @@
-"""``commutator kv``: the KV blocks in storage tiers, asked of workers through a front door."""
