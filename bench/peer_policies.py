@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commutator import Candidate, Decision, RouteRequest, RoutingPolicy
-from commutator_balance import BalanceConfig, LeastLoaded
+from commutator_balance import LeastLoaded
 from commutator_kv_router import DECODE_SHARE, KvRouter, KvRouterConfig
 
 __all__ = ["ABLATIONS", "DYNAMO_WEIGHTS", "OURS", "POLICIES", "Ablated"]
@@ -145,7 +145,7 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
     "llm-d": LlmdScorers,
     "LMetric": _unguarded(formula="product"),
     "longest prefix": LongestPrefix,
-    "least loaded": lambda: LeastLoaded(BalanceConfig(kind="least_loaded")),
+    "least loaded": LeastLoaded,
 }
 """Makes a fresh policy, by name."""
 

@@ -9,7 +9,6 @@ from commutator_disagg import (
     ConditionalConfig,
     Cost,
     CostConfig,
-    FixedConfig,
     Never,
 )
 from commutator_testing.disagg import DisaggContract
@@ -17,12 +16,12 @@ from commutator_testing.disagg import DisaggContract
 
 class TestAlways(DisaggContract):
     def make_policy(self) -> DisaggPolicy:
-        return Always(FixedConfig(kind="always"))
+        return Always()
 
 
 class TestNever(DisaggContract):
     def make_policy(self) -> DisaggPolicy:
-        return Never(FixedConfig(kind="never"))
+        return Never()
 
 
 class TestConditional(DisaggContract):

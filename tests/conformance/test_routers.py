@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commutator.contract.routing import RoutingPolicy
-from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
+from commutator_balance import LeastLoaded, PowerOfTwo, RandomChoice
 from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
@@ -13,14 +13,14 @@ from commutator_pipeline.stages import (
     MaxRequests,
     PrefixScorer,
 )
-from commutator_round_robin import RoundRobin, RoundRobinConfig
+from commutator_round_robin import RoundRobin
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 from commutator_testing.routers import RouterContract
 
 
 class TestRoundRobin(RouterContract):
     def make_policy(self) -> RoutingPolicy:
-        return RoundRobin(RoundRobinConfig(kind="round_robin"))
+        return RoundRobin()
 
 
 class TestKv(RouterContract):
@@ -35,17 +35,17 @@ class TestKvProduct(RouterContract):
 
 class TestRandom(RouterContract):
     def make_policy(self) -> RoutingPolicy:
-        return RandomChoice(BalanceConfig(kind="random"))
+        return RandomChoice()
 
 
 class TestLeastLoaded(RouterContract):
     def make_policy(self) -> RoutingPolicy:
-        return LeastLoaded(BalanceConfig(kind="least_loaded"))
+        return LeastLoaded()
 
 
 class TestPowerOfTwo(RouterContract):
     def make_policy(self) -> RoutingPolicy:
-        return PowerOfTwo(BalanceConfig(kind="power_of_two"))
+        return PowerOfTwo()
 
 
 class TestSessionAffinity(RouterContract):

@@ -33,7 +33,7 @@ from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import ModelRouter, Route
 from commutator.routing.shortlist import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
-from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
+from commutator_balance import LeastLoaded, PowerOfTwo, RandomChoice
 from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
@@ -45,7 +45,7 @@ from commutator_pipeline.stages import (
     PrefixScorer,
 )
 from commutator_replay.fleet import virtual_live_worker
-from commutator_round_robin import RoundRobin, RoundRobinConfig
+from commutator_round_robin import RoundRobin
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 
 BLOCK_SIZE = 16
@@ -176,10 +176,10 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "kv, cost, host first": kv(formula="cost", host_cache_hit_weight=3.0, overlap_score_weight=0.3),
     "kv, product": kv(formula="product"),
     "kv, warm": kv(router_temperature=0.5),
-    "least_loaded": lambda: LeastLoaded(BalanceConfig(kind="least_loaded")),
-    "power_of_two": lambda: PowerOfTwo(BalanceConfig(kind="power_of_two")),
-    "random": lambda: RandomChoice(BalanceConfig(kind="random")),
-    "round_robin": lambda: RoundRobin(RoundRobinConfig(kind="round_robin")),
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "random": RandomChoice,
+    "round_robin": RoundRobin,
     "session_affinity": lambda: SessionAffinity(SessionAffinityConfig(kind="session_affinity")),
     "pipeline": pipeline(PREFIX, LOAD),
     "pipeline, filters": pipeline(

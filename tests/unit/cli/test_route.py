@@ -19,7 +19,7 @@ from commutator.contract.worker import EventSource
 from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import ModelRouter
-from commutator_balance import BalanceConfig, LeastLoaded
+from commutator_balance import LeastLoaded
 from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_replay.fleet import virtual_live_worker
 
@@ -33,7 +33,7 @@ def decision(workers: int) -> dict[str, Any]:
     """A real one: worker w-0 has a request in flight, the others none."""
     load = InFlightLoad()
     load.dispatch("w-0", 320, 16)
-    policy = LeastLoaded(BalanceConfig(kind="least_loaded"))
+    policy = LeastLoaded()
     pool = ModelRouter(policy, None, load, random.Random(1), 16)
     live = [virtual_live_worker(f"w-{number}") for number in range(workers)]
     return pool.route(

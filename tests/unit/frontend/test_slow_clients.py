@@ -209,7 +209,7 @@ def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> Non
     assert dropped == ["b", "c"]
     assert table.open == 3
     assert reasons == ["full"] * 3
-    assert table.drop_oldest()
+    assert table.make_room("no_descriptors")
     assert reasons[3:] == ["no_descriptors"]
 
 
@@ -221,7 +221,7 @@ def test_connections_that_never_had_a_key_make_room_first() -> None:
         assert connection is not None
         if address == "keyed":
             table.works(connection)
-            table.knows(connection)
+            connection.is_known = True
             table.waits(connection)
     for _ in range(3):
         newest = table.admit("new")

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from commutator.contract.disagg import DisaggQuestion, MeasuredSpeeds
 from commutator.contract.routing import WorkerLoad
-from commutator_disagg import Always, Conditional, ConditionalConfig, Cost, CostConfig, FixedConfig
+from commutator_disagg import Always, Conditional, ConditionalConfig, Cost, CostConfig
 
 QUESTION = DisaggQuestion(
     prompt_tokens=3000,
@@ -65,7 +65,7 @@ def test_the_ratio_sends_short_prompts_away_unless_they_are_cached() -> None:
 
 
 def test_always_needs_something_to_prefill() -> None:
-    always = Always(FixedConfig(kind="always"))
+    always = Always()
     assert always.decide(QUESTION).separate
     assert not always.decide(evolve(QUESTION, cached_tokens=3000)).separate
 

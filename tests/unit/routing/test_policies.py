@@ -16,11 +16,11 @@ from commutator.contract.routing import (
     Scorer,
     WorkerLoad,
 )
-from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
+from commutator_balance import LeastLoaded, PowerOfTwo
 from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import DrawPicker, LoadScorer, MaxRequests, PrefixScorer
-from commutator_round_robin import RoundRobin, RoundRobinConfig
+from commutator_round_robin import RoundRobin
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 from commutator_testing.routers import make_candidate
 
@@ -175,7 +175,7 @@ def test_load_policies_take_the_idle_one(policy: type[LeastLoaded | PowerOfTwo])
     idle = make_candidate(
         "w-1", WorkerLoad(active_requests=9, active_prefill_tokens=0, active_decode_blocks=20)
     )
-    made = policy(BalanceConfig(kind="any"))
+    made = policy()
     assert made.pick(REQUEST, [busy, idle], rng()).worker_id == "w-1"
 
 
@@ -300,6 +300,6 @@ def test_every_rank_of_every_worker_has_its_turn() -> None:
         worker = make_candidate(name).worker
         worker = evolve(worker, info=evolve(worker.info, data_parallel_size=12))
         ranks += [Candidate(worker=worker, rank=rank) for rank in range(12)]
-    policy = RoundRobin(RoundRobinConfig(kind="round_robin"))
+    policy = RoundRobin()
     picked = [policy.pick(REQUEST, ranks, rng()).worker_id for _ in range(2 * len(ranks))]
     assert picked == 2 * [candidate.worker_id for candidate in ranks]

@@ -17,14 +17,13 @@ from commutator.contract.routing import (
     RouteRequest,
     RoutingPolicy,
 )
-from commutator_balance import BalanceConfig, LeastLoaded
+from commutator_balance import LeastLoaded
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.replay import Outcome, replay
 from commutator_replay.trace import TraceRequest
 from commutator_sim.virtual import SimVirtualEngine
 
 PARAMETERS = sim_config(block_size=512, kv_capacity_blocks=100)
-CONFIG = BalanceConfig(kind="least_loaded", block_size=512)
 ONE = BusyConfig(max_active_requests=1)
 PROMPT_S = 0.05
 """A prompt of 400 tokens alone at a worker."""
@@ -34,7 +33,7 @@ class Watching(LeastLoaded):
     """Notes the load of each worker that it was offered."""
 
     def __init__(self) -> None:
-        super().__init__(CONFIG)
+        super().__init__()
         self.most_active = 0
 
     def pick(
@@ -55,7 +54,7 @@ def run(
         VirtualWorker.make(f"w-{number}", SimVirtualEngine(PARAMETERS)) for number in range(workers)
     ]
     trace = [TraceRequest(time_ms, 400, 1, (100 + n,)) for n, time_ms in enumerate(times_ms)]
-    return replay(trace, fleet, policy or LeastLoaded(CONFIG), busy=busy)
+    return replay(trace, fleet, policy or LeastLoaded(), busy=busy)
 
 
 def ttfts(outcome: Outcome) -> list[float]:

@@ -8,7 +8,7 @@ from tests.support.sim_config import bandwidth, sim_config
 from commutator.contract.disagg import DisaggAnswer, DisaggPolicy, DisaggQuestion
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import Role
-from commutator_balance import BalanceConfig, LeastLoaded
+from commutator_balance import LeastLoaded
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.prefill import ReplayDisagg
 from commutator_replay.replay import Outcome, replay
@@ -22,7 +22,6 @@ PARAMETERS = sim_config(
     handover_bandwidth_bytes_per_s=bandwidth(10 * MS, 512),
     handover_latency_s=0.005,
 )
-CONFIG = BalanceConfig(kind="least_loaded", block_size=512)
 
 
 class Separate(DisaggPolicy):
@@ -43,8 +42,8 @@ def run(
         for i, engine in enumerate(engines)
     ]
     policy = Separate()
-    disagg = ReplayDisagg(policy, LeastLoaded(CONFIG), busy or BusyConfig())
-    return replay(trace, workers, LeastLoaded(CONFIG), disagg), engines, policy
+    disagg = ReplayDisagg(policy, LeastLoaded(), busy or BusyConfig())
+    return replay(trace, workers, LeastLoaded(), disagg), engines, policy
 
 
 def request(time_ms: float, tokens: int, first_id: int, output: int = 1) -> TraceRequest:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commutator.contract.routing import Candidate, Decision, RouteRequest, WorkerLoad
-from commutator_session_affinity import SessionAffinity, SessionAffinityConfig, ring
+from commutator_session_affinity import HashRing, SessionAffinity, SessionAffinityConfig
 from commutator_testing.routers import make_candidate
 
 
@@ -74,8 +74,8 @@ def test_workers_seen_before_change_no_decision(turns: list[set[int]], loads: li
 def test_workers_that_go_without_news_are_given_up_some_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ring, "_REMEMBERED", 8)
-    hashed = ring.HashRing(4)
+    monkeypatch.setattr("commutator_session_affinity._REMEMBERED", 8)
+    hashed = HashRing(4)
     for number in range(100):
         hashed.add([f"w-{number}", f"w-{number + 1}"])
         assert len(hashed._workers) <= 8

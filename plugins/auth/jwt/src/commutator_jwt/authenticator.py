@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jwt
@@ -23,11 +23,10 @@ _SEGMENTS = 3
 class JwtAuthenticator(Authenticator):
     """Tells principals by the signed tokens of one issuer."""
 
-    def __init__(self, config: JwtConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` gives seconds, and never goes back; it spaces out fetches of keys."""
+    def __init__(self, config: JwtConfig) -> None:
         self._config = config
         self._file_keys: KeySet | None = None
-        self.source = KeySource(config, clock)
+        self.source = KeySource(config, time.monotonic)
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

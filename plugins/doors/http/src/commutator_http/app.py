@@ -20,7 +20,7 @@ from commutator.contract.operations import (
 from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices, Gate
+from commutator.frontend import FrontendServices
 from commutator_http.administration import admin_routes
 from commutator_http.call import CALL, DOOR, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
@@ -53,7 +53,10 @@ def build_app(
     """
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
-    gate = _gate(config, services)
+    gate = services.gate
+    if config.api_keys:
+        keys = _StaticKeys([secret.reveal() for secret in config.api_keys])
+        gate = gate.after("api_keys", keys)
     guarded = config.operations != "open"
     middlewares: list[Middleware] = []
     cors = Cors(config.cors_origins) if config.cors_origins else None
@@ -200,12 +203,6 @@ class _StaticKeys(Authenticator):
         # Compare every key, each in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(given, key) for key in self._accepted]
         return _DEFAULT if any(matches) else None
-
-
-def _gate(config: HttpConfig, services: FrontendServices) -> Gate:
-    """Who tells the clients of the door apart: its own keys first. Raises ConfigError."""
-    keys = [secret.reveal() for secret in config.api_keys]
-    return services.gate.after("api_keys", _StaticKeys(keys)) if keys else services.gate
 
 
 def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> list[web.RouteDef]:

@@ -72,7 +72,7 @@ class Connection:
     over: bool = False
     """Closed, or about to be."""
     is_known: bool = False
-    """A request on it had a key that is known here. Set by ``ConnectionTable.knows``."""
+    """A request on it had a key that is known here. Set while a request is answered."""
     probes_only: bool = False
     """Accepted beyond the limits: only ``/live`` and its like are answered."""
 
@@ -113,7 +113,7 @@ class ConnectionTable:
         May close another one.
         """
         full_for_address = 0 < self._most_per_address <= self._by_address[address]
-        if not full_for_address and (self.open < self._most or self._make_room("full")):
+        if not full_for_address and (self.open < self._most or self.make_room("full")):
             connection = Connection(address)
             self.open += 1
             self._by_address[address] += 1
@@ -138,10 +138,6 @@ class ConnectionTable:
         else:
             self._waiting[connection] = None
 
-    def knows(self, connection: Connection) -> None:
-        """A request of ``connection`` is being answered, and had a key that is known here."""
-        connection.is_known = True
-
     def works(self, connection: Connection) -> None:
         """``connection`` has sent what it had to; it is not closed for another one."""
         self._waiting.pop(connection, None)
@@ -162,11 +158,8 @@ class ConnectionTable:
         if not self._by_address[connection.address]:
             del self._by_address[connection.address]
 
-    def drop_oldest(self) -> bool:
+    def make_room(self, reason: str) -> bool:
         """Close the connection that has waited longest for its client; False if none waits."""
-        return self._make_room("no_descriptors")
-
-    def _make_room(self, reason: str) -> bool:
         return self._drop_oldest(self._waiting, reason) or self._drop_oldest(
             self._waiting_known, reason
         )
@@ -239,7 +232,7 @@ class Listener:
                 log.warning("a connection could not be accepted: %s", error)
                 return
             log.warning("out of file descriptors: no connection is accepted for a moment")
-            self._table.drop_oldest()
+            self._table.make_room("no_descriptors")
             self._loop.remove_reader(listening)
             self._paused[listening] = self._loop.call_later(_PAUSE_S, self._resume, listening)
 

@@ -122,7 +122,9 @@ async def _exchange(
     if not response.prepared:
         call.add_headers(response)
     if request.content.exception() is not None:
-        _read_no_further(request, response)
+        # Else aiohttp would read the rest of a broken body, and log that as its own failure.
+        request.content.feed_eof()
+        response.force_close()
     return response
 
 
@@ -212,23 +214,21 @@ def administrator(request: web.Request) -> str:
     return principal.name
 
 
-def live_reader(request: web.Request) -> str:
-    """The name of the principal, if it may see the live view; else PermissionDeniedError.
+def live_reader(request: web.Request) -> None:
+    """Raises PermissionDeniedError unless the principal may see the live view.
 
     Where nobody is asked who they are, only this machine's own browsers and commands may: neither
     pages of other sites, even under a name that leads to this machine, nor clients of a proxy.
     """
     principal = request[CALL].principal
-    if principal is ANONYMOUS:
-        if not _from_this_machine(request):
-            raise PermissionDeniedError(
-                "without keys, the live view is shown only on the deployment's own machine, under "
-                "localhost or 127.0.0.1: open it there (ssh -L), or give somebody the permission "
-                '"admin" in the section `auth`'
-            )
-        return principal.name
-    require(principal, "admin")
-    return principal.name
+    if principal is not ANONYMOUS:
+        require(principal, "admin")
+    elif not _from_this_machine(request):
+        raise PermissionDeniedError(
+            "without keys, the live view is shown only on the deployment's own machine, under "
+            "localhost or 127.0.0.1: open it there (ssh -L), or give somebody the permission "
+            '"admin" in the section `auth`'
+        )
 
 
 _THIS_SITE = frozenset({"same-origin", "none"})
@@ -291,12 +291,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         parts.cors.add_headers(request, response)
     if parts.services.draining:
         close_after(response)
-
-
-def _read_no_further(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep aiohttp from reading the rest of a broken body and logging that as its own failure."""
-    request.content.feed_eof()
-    response.force_close()
 
 
 def _account(request: web.Request, call: HttpCall, code: int) -> None:

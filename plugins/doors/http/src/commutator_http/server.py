@@ -336,7 +336,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
 
     def knows_client(self) -> None:
         if self._connection is not None:
-            self._table.knows(self._connection)
+            self._connection.is_known = True
 
     def waits_for_client(self) -> None:
         if self._connection is not None and not self._connection.over:

@@ -235,24 +235,12 @@ class Pipeline(PlannerPolicy[PipelineState]):
         if seen.arrivals is None:
             return state
         state = self._adapted(state, seen)
-        lead_s = self._lead_s(state)
-        busy = {one.role for one in seen.workers or () if one.active_requests}
-        busy |= {role for role, tokens in seen.waiting_tokens.items() if tokens}
-        return evolve(
-            state,
-            roles={
-                role: self._learn_role(
-                    role,
-                    one,
-                    seen.arrivals.get(role, Arrivals()),
-                    seen,
-                    state,
-                    lead_s,
-                    role in busy,
-                )
-                for role, one in state.roles.items()
-            },
-        )
+        arrivals = seen.arrivals
+        roles = {
+            role: self._learn_role(state, role, arrivals.get(role, Arrivals()), seen)
+            for role in state.roles
+        }
+        return evolve(state, roles=roles)
 
     def _adapted(self, state: PipelineState, seen: Observation) -> PipelineState:
         """The state with the reserve after a window, by what was attained and what is asked.
@@ -283,16 +271,11 @@ class Pipeline(PlannerPolicy[PipelineState]):
         return min(_MOST_WEIGHT, requests / expected) if expected else 1.0
 
     def _learn_role(
-        self,
-        role: Role,
-        one: RoleState,
-        arrived: Arrivals,
-        seen: Observation,
-        state: PipelineState,
-        lead_s: float,
-        busy: bool,
+        self, state: PipelineState, role: Role, arrived: Arrivals, seen: Observation
     ) -> RoleState:
-        if busy or arrived.requests:
+        one = state.roles[role]
+        busy = any(w.active_requests for w in seen.workers or () if w.role == role)
+        if busy or seen.waiting_tokens.get(role) or arrived.requests:
             one = evolve(one, active_s=seen.time_s)
         if seen.window_s <= 0:
             return one
@@ -310,7 +293,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
         # The level of less time varies too much by chance.
         if self._growth is not None and span_s >= _LEVEL_S / 2:
             level = sum(window.work_s(speed.performance) for window in windows) / span_s
-            forecast = self._growth.update(forecast, seen.time_s, level, lead_s)
+            forecast = self._growth.update(forecast, seen.time_s, level, self._lead_s(state))
         kept = math.exp(-seen.window_s / _SHAPE_S)
         lengths = {
             tokens: weight * kept for tokens, weight in one.lengths.items() if weight > _FORGOTTEN

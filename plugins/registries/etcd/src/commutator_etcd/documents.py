@@ -38,8 +38,13 @@ class EtcdDocuments(Registry):
         stored = await self._client.get(self._keys.document(name))
         if stored is None:
             return None
-        version, value = stored.mod_revision, self._unsealed(name, stored)[_MARK_BYTES:]
-        return Document(name=name, version=version, value=value)
+        value = unseal(self._keys.document(name), stored.value)
+        if value is None:
+            raise RegistryError(
+                f"document {name}: no process with this deployment's runtime.secret wrote it; "
+                "deployments of one cluster need the same secret"
+            )
+        return Document(name=name, version=stored.mod_revision, value=value[_MARK_BYTES:])
 
     async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
         check_document(name, value)
@@ -85,15 +90,6 @@ class EtcdDocuments(Registry):
                         pass
             except TimeoutError:
                 return
-
-    def _unsealed(self, name: str, stored: Stored) -> bytes:
-        value = unseal(self._keys.document(name), stored.value)
-        if value is None:
-            raise RegistryError(
-                f"document {name}: no process with this deployment's runtime.secret wrote it; "
-                "deployments of one cluster need the same secret"
-            )
-        return value
 
 
 def _is_at(key: bytes, version: int) -> object:

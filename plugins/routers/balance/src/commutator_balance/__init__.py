@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from attrs import frozen
-
 from commutator import (
     Candidate,
     Decision,
@@ -18,20 +16,10 @@ from commutator import (
     hookimpl,
 )
 
-__all__ = ["BalanceConfig", "LeastLoaded", "PowerOfTwo", "RandomChoice"]
+__all__ = ["LeastLoaded", "PowerOfTwo", "RandomChoice"]
 
 
-@frozen(kw_only=True)
-class BalanceConfig(RouterConfig):
-    """These policies have no options."""
-
-
-class _Balance(RoutingPolicy):
-    def __init__(self, config: BalanceConfig) -> None:
-        del config
-
-
-class RandomChoice(_Balance):
+class RandomChoice(RoutingPolicy):
     """Any worker, each equally likely."""
 
     def pick(
@@ -45,7 +33,7 @@ class RandomChoice(_Balance):
         )
 
 
-class LeastLoaded(_Balance):
+class LeastLoaded(RoutingPolicy):
     """The worker with the least work in flight, ties by lot."""
 
     def pick(
@@ -54,7 +42,7 @@ class LeastLoaded(_Balance):
         return lightest("least_loaded", request, candidates, rng)
 
 
-class PowerOfTwo(_Balance):
+class PowerOfTwo(RoutingPolicy):
     """Two workers by lot, then the less loaded of them: nearly as even, and never a herd."""
 
     def pick(
@@ -92,6 +80,6 @@ def lightest(
 
 @hookimpl
 def router_register(register: RouterRegister) -> None:
-    register("random", BalanceConfig, RandomChoice, stability="beta")
-    register("least_loaded", BalanceConfig, LeastLoaded, stability="beta")
-    register("power_of_two", BalanceConfig, PowerOfTwo, stability="beta")
+    register("random", RouterConfig, lambda _: RandomChoice(), stability="beta")
+    register("least_loaded", RouterConfig, lambda _: LeastLoaded(), stability="beta")
+    register("power_of_two", RouterConfig, lambda _: PowerOfTwo(), stability="beta")

@@ -26,7 +26,6 @@ __all__ = [
     "ConditionalConfig",
     "Cost",
     "CostConfig",
-    "FixedConfig",
     "Never",
 ]
 
@@ -34,16 +33,8 @@ Rate = Annotated[float, Bounds(above=0)]
 Weight = Annotated[float, Bounds(minimum=0)]
 
 
-@frozen(kw_only=True)
-class FixedConfig(DisaggregationConfig):
-    """`always` and `never` have no options."""
-
-
 class Always(DisaggPolicy):
     """Disaggregates every request that has anything to prefill."""
-
-    def __init__(self, config: FixedConfig) -> None:
-        del config
 
     def decide(self, question: DisaggQuestion) -> DisaggAnswer:
         if not question.uncached_tokens:
@@ -53,9 +44,6 @@ class Always(DisaggPolicy):
 
 class Never(DisaggPolicy):
     """Disaggregates no request."""
-
-    def __init__(self, config: FixedConfig) -> None:
-        del config
 
     def decide(self, question: DisaggQuestion) -> DisaggAnswer:
         return DisaggAnswer(separate=False, reason="never")
@@ -188,7 +176,7 @@ class Cost(DisaggPolicy):
 
 @hookimpl
 def disagg_register(register: DisaggRegister) -> None:
-    register("always", FixedConfig, Always, stability="beta")
-    register("never", FixedConfig, Never, stability="beta")
+    register("always", DisaggregationConfig, lambda _: Always(), stability="beta")
+    register("never", DisaggregationConfig, lambda _: Never(), stability="beta")
     register("conditional", ConditionalConfig, Conditional, stability="beta")
     register("cost", CostConfig, Cost)

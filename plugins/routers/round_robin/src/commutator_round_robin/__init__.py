@@ -6,8 +6,6 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from attrs import frozen
-
 from commutator import (
     Candidate,
     Decision,
@@ -19,16 +17,10 @@ from commutator import (
 )
 
 
-@frozen(kw_only=True)
-class RoundRobinConfig(RouterConfig):
-    """Round robin has no options."""
-
-
 class RoundRobin(RoutingPolicy):
     """Takes the workers in turn, by id."""
 
-    def __init__(self, config: RoundRobinConfig) -> None:
-        del config
+    def __init__(self) -> None:
         self._last = ("", 0)
 
     def pick(
@@ -52,4 +44,4 @@ def _place(candidate: Candidate) -> tuple[str, int]:
 
 @hookimpl
 def router_register(register: RouterRegister) -> None:
-    register("round_robin", RoundRobinConfig, RoundRobin, stability="stable")
+    register("round_robin", RouterConfig, lambda _: RoundRobin(), stability="stable")

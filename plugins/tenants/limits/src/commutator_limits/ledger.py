@@ -339,8 +339,11 @@ class Ledger:
         left = left or {}
         former = self._doors.get(door) or _Door(incarnation)
         known = former.allowances
-        for principal, allowance in known.items():
-            self._charge_allowed(allowance, principal, now)
+        for principal, allowance in known.items():  # nobody knows what was used
+            account = self._touched(principal, now.monotonic_s)
+            requests, tokens = allowance.requests, allowance.tokens
+            self._release(allowance, account, requests, tokens)
+            self._charge(account, principal, allowance.limits, requests, tokens)
         kept: dict[int, _Ticket] = {}
         for running in former.tickets.values():
             self._accounts[running.principal].running -= running.left  # kept while requests run
@@ -542,13 +545,6 @@ class Ledger:
         allowance.tokens -= tokens
         account.held_requests -= requests
         account.held_tokens -= tokens
-
-    def _charge_allowed(self, allowance: _Allowance, principal: str, now: Moment) -> None:
-        """Charge all of it: nobody knows what was used."""
-        account = self._touched(principal, now.monotonic_s)
-        requests, tokens = allowance.requests, allowance.tokens
-        self._release(allowance, account, requests, tokens)
-        self._charge(account, principal, allowance.limits, requests, tokens)
 
     def _settle(self, ticket: _Ticket, ended: Settlement, now_s: float) -> None:
         count = min(ended.count, ticket.left)

@@ -233,16 +233,23 @@ class _Connection(Receiver):
         principal: str,
         limits: Limits,
         tokens: int,
-        more: int,
-        more_tokens: int,
+        more: int = 0,
+        more_tokens: int = 0,
+        *,
+        recalls: bool = True,
     ) -> None:
+        """``recalls``: ask again, before a refusal, once what doors were allowed has come back."""
         ledger, at = self._ledger, self._clock()
         answer = ledger.admit(door, ticket, principal, limits, tokens, at)
         if isinstance(answer, Refusal):
-            if not self._service.recall(
-                principal, lambda: self._decide(door, ticket, principal, limits, tokens)
-            ):
-                self._refuse(ticket, answer)
+
+            def again() -> None:
+                if self._service.latest[door] is self:
+                    self._admit(door, ticket, principal, limits, tokens, recalls=False)
+
+            if not (recalls and self._service.recall(principal, again)):
+                facts = _facts(answer.standing)
+                self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0])
             return
         if more or more_tokens:
             more, more_tokens = self._allow(door, principal, limits, more, more_tokens, at)
@@ -278,17 +285,3 @@ class _Connection(Receiver):
         if any(allowed):
             self.allowed.add(principal)
         return allowed
-
-    def _decide(self, door: str, ticket: int, principal: str, limits: Limits, tokens: int) -> None:
-        """Answer a question that waited for what was recalled."""
-        if self._service.latest[door] is not self:
-            return
-        answer = self._ledger.admit(door, ticket, principal, limits, tokens, self._clock())
-        if isinstance(answer, Refusal):
-            self._refuse(ticket, answer)
-        else:
-            self.send([SERVICE, ticket, _facts(answer), None, None, 0, 0])
-
-    def _refuse(self, ticket: int, answer: Refusal) -> None:
-        facts = _facts(answer.standing)
-        self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0])

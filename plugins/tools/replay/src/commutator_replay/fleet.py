@@ -66,7 +66,8 @@ class VirtualFleet:
         """Requests at each worker."""
         self._awake: dict[str, None] = {}
         """Workers for which anything may be left to do."""
-        self._in_step = False
+        self.in_step = False
+        """Whether to advance all workers in step, while what each does may matter to a request."""
         self._alarms: list[tuple[int, int, Callable[[], None]]] = []
         self._serial = count()
         self.now_ns = 0
@@ -87,10 +88,6 @@ class VirtualFleet:
         """A worker comes, and its time begins now."""
         engine.advance(self.now_ns)
         self._engines[worker_id] = engine
-
-    def keep_in_step(self, in_step: bool) -> None:
-        """Whether to advance all workers in step, while what each does may matter to a request."""
-        self._in_step = in_step
 
     def is_idle(self, worker_id: str) -> bool:
         """Whether the worker takes part in no hand-over, nor holds blocks for one."""
@@ -145,7 +142,7 @@ class VirtualFleet:
         return min(times, default=None)
 
     def _stepping(self) -> list[str]:
-        return list(self._engines if self._in_step else self._taking_part)
+        return list(self._engines if self.in_step else self._taking_part)
 
     def _settle(self) -> None:
         """Begin every step that is due now, until none causes another one at another worker."""

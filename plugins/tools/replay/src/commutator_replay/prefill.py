@@ -21,7 +21,6 @@ from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import Arms, ModelRouter, Route
-from commutator.routing.workers import LiveWorker
 from commutator_replay.fleet import VirtualWorker
 
 __all__ = [
@@ -71,10 +70,11 @@ class PrefillSide:
         load: InFlightLoad,
         seed: int,
     ) -> None:
-        self._disagg = disagg
+        self.busy = disagg.busy
         self.arms = Arms(disagg.policy)
-        self._workers = [worker.live for worker in workers]
-        self._info = self._workers[0].record.info
+        self.workers = [worker.live for worker in workers]
+        """Those that take prompts."""
+        self._info = self.workers[0].record.info
         self._token_bytes = workers[0].engine.token_bytes or 0
         self.meter = SpeedMeter()
         self._load = load
@@ -85,31 +85,9 @@ class PrefillSide:
         self._waiting: dict[Place, _Waiting] = {}
 
     @property
-    def has_workers(self) -> bool:
-        """Whether there is a worker to prefill at."""
-        return bool(self._workers)
-
-    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens in the queue."""
         return sum(one.summary.prompt_tokens for one in self._waiting.values())
-
-    def add(self, worker: LiveWorker) -> None:
-        """A worker takes prompts from now on."""
-        self._workers.append(worker)
-
-    def drain(self, worker: LiveWorker) -> None:
-        """A worker takes no more prompts."""
-        self._workers.remove(worker)
-
-    def forget(self, worker_id: str) -> None:
-        """A worker is gone."""
-        self.pool.forget(worker_id)
-
-    @property
-    def max_queue_s(self) -> float:
-        """Longest time that a prompt may wait."""
-        return self._disagg.busy.max_queue_s
 
     def decide(
         self, summary: RequestSummary, hashes: Sequence[int], decode: Route, now_ns: int
@@ -118,7 +96,7 @@ class PrefillSide:
 
         Without a prefill worker, as if there were an idle one: that is the demand for it.
         """
-        candidates = self.pool.candidates(hashes, self._workers)
+        candidates = self.pool.candidates(hashes, self.workers)
         first = self._queue.first()
         question = DisaggQuestion(
             prompt_tokens=summary.prompt_tokens,
@@ -138,9 +116,9 @@ class PrefillSide:
         self, summary: RequestSummary, hashes: Sequence[int], now_ns: int
     ) -> RunningPrefill | None:
         """Send a prompt to a worker; None while all are busy, or there is none."""
-        if not self._workers:
+        if not self.workers:
             return None
-        route = self.pool.route_to_free(summary, hashes, self._workers, self._disagg.busy)
+        route = self.pool.route_to_free(summary, hashes, self.workers, self.busy)
         if route is None:
             return None
         one = route.candidate

@@ -175,7 +175,7 @@ class Replay:
             self._refused(queued)
             return
         self._queued[place] = queued
-        self._fleet.keep_in_step(True)
+        self._fleet.in_step = True
         limit_ns = queued.arrived_ns + round(self._busy.max_queue_s * 1e9)
         now_ns = self._fleet.now_ns
         self._fleet.alarm(max(now_ns, limit_ns), partial(self._refuse, place))
@@ -192,7 +192,7 @@ class Replay:
     def _leave_queue(self, place: Place) -> _Arrived:
         self._queue.leave(place)
         queued = self._queued.pop(place)
-        self._fleet.keep_in_step(bool(self._queued))
+        self._fleet.in_step = bool(self._queued)
         return queued
 
     def _place_queued(self) -> None:
@@ -220,7 +220,7 @@ class Replay:
         """The worker gets requests from now on."""
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
-            self._prefill.add(worker.live)
+            self._prefill.workers.append(worker.live)
             self._place_waiting(self._prefill, self._fleet.now_ns)
             return
         self._decoders = (*self._decoders, worker.live)
@@ -233,7 +233,7 @@ class Replay:
         """It gets no more."""
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
-            self._prefill.drain(worker.live)
+            self._prefill.workers.remove(worker.live)
         else:
             self._decoders = tuple(one for one in self._decoders if one is not worker.live)
 
@@ -242,7 +242,7 @@ class Replay:
         self._index.remove_worker(worker.worker_id)
         if worker.role is Role.PREFILL:
             assert self._prefill is not None
-            self._prefill.forget(worker.worker_id)
+            self._prefill.pool.forget(worker.worker_id)
         else:
             self._pool.forget(worker.worker_id)
 
@@ -270,7 +270,7 @@ class Replay:
         side, now_ns = self._prefill, self._fleet.now_ns
         answer = side.decide(summary, hashes, route, now_ns) if side is not None else None
         wanted = answer is not None and answer.separate
-        separate = wanted and side is not None and side.has_workers
+        separate = wanted and side is not None and bool(side.workers)
         if answer is not None:
             reason = answer.reason if separate or not wanted else "no prefill worker"
             self.outcome.decisions[separate, reason] += 1
@@ -297,7 +297,7 @@ class Replay:
         if (prefill := side.place(summary, hashes, now_ns)) is not None:
             self._hand_over(key, prefill)
         elif (place := side.wait(summary, hashes, now_ns)) is not None:
-            limit_ns = now_ns + round(side.max_queue_s * 1e9)
+            limit_ns = now_ns + round(side.busy.max_queue_s * 1e9)
             self._fleet.alarm(limit_ns, partial(self._stop_waiting, side, place, key))
         else:
             self._prefill_locally(key)

@@ -120,16 +120,14 @@ class Replays:
             raise ConfigError([f"{where}: {error}; {todo}"], self.trace_file) from error
         except ValueError as error:  # the engines' sizes do not fit the trace
             raise ConfigError([f"engines: {error}"], self.file) from error
-        self._tell(router, outcome, len(fleet), time.perf_counter() - started_s)
-        return outcome
-
-    def _tell(self, name: str, outcome: Outcome, workers: int, taken_s: float) -> None:
-        requests = max(1, len(outcome.finished))
+        taken_s, requests = time.perf_counter() - started_s, len(outcome.finished)
+        of_each_ms = 1e3 / max(1, requests)
         self.on_run(
-            f"{name}: {len(outcome.finished)} requests over {workers} workers in {taken_s:.1f} s; "
-            f"each took {taken_s / requests * 1e3:.3f} ms, and of that the choice of its worker "
-            f"{outcome.routing_s / requests * 1e3:.3f} ms"
+            f"{router}: {requests} requests over {len(fleet)} workers in {taken_s:.1f} s; each "
+            f"took {taken_s * of_each_ms:.3f} ms, and of that the choice of its worker "
+            f"{outcome.routing_s * of_each_ms:.3f} ms"
         )
+        return outcome
 
     def fleet(self, *, roles: bool) -> list[VirtualWorker]:
         """The file's workers; without ``roles``, all are of the role both."""

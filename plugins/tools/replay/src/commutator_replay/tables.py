@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -121,7 +121,21 @@ def _read_table(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
             known = "; ".join(", ".join(one) for one in (_AZURE, _BURSTGPT, _RATES))
             yield 1, f"columns {', '.join(columns)}; expected those of one of: {known}"
             return
-        yield from _requests(rows, names, time_s)
+        when, prompt, answer = names
+        begun_s: float | None = None
+        blocks = 0
+        for line, row in enumerate(rows, 2):
+            try:
+                now_s = time_s(row[when])
+                input_length, output_length = int(row[prompt]), int(row[answer])
+            except (TypeError, ValueError) as error:
+                yield line, f"{error}; expected a time and two numbers of tokens"
+                continue
+            begun_s = now_s if begun_s is None else begun_s
+            ids = tuple(range(blocks, blocks + -(-input_length // TRACE_BLOCK_TOKENS)))
+            blocks += len(ids)
+            time_ms = (now_s - begun_s) * 1000
+            yield line, TraceRequest(time_ms, input_length, output_length, ids, line)
 
 
 def _azure_s(text: str) -> float:
@@ -135,27 +149,6 @@ def _azure_s(text: str) -> float:
     text = f"{head}{point}{digits[:6]}{zone}"
     when = datetime.fromisoformat(text)
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-
-
-def _requests(
-    rows: Iterator[Mapping[str, str]] | csv.DictReader[str],
-    names: tuple[str, str, str],
-    time_s: Callable[[str], float],
-) -> Iterator[tuple[int, TraceRequest | str]]:
-    when, prompt, answer = names
-    begun_s: float | None = None
-    blocks = 0
-    for line, row in enumerate(rows, 2):
-        try:
-            now_s = time_s(row[when])
-            input_length, output_length = int(row[prompt]), int(row[answer])
-        except (TypeError, ValueError) as error:
-            yield line, f"{error}; expected a time and two numbers of tokens"
-            continue
-        begun_s = now_s if begun_s is None else begun_s
-        ids = tuple(range(blocks, blocks + -(-input_length // TRACE_BLOCK_TOKENS)))
-        blocks += len(ids)
-        yield line, TraceRequest((now_s - begun_s) * 1000, input_length, output_length, ids, line)
 
 
 # ----------------------------------------------------------------------------------- rates

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from commutator.config.yaml_file import to_yaml
@@ -78,16 +77,11 @@ class LocalCluster:
             if self._joins:
                 self._membership.enter_context(adopt(self.secret))
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._membership.close()
         self.stop()
         self._folder.cleanup()
