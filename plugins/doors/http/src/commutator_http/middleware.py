@@ -214,8 +214,8 @@ def administrator(request: web.Request) -> str:
     return principal.name
 
 
-def live_reader(request: web.Request) -> None:
-    """Raises PermissionDeniedError unless the principal may see the live view.
+def live_reader(request: web.Request) -> str:
+    """The name of the principal, if it may see the live view; else PermissionDeniedError.
 
     Where nobody is asked who they are, only this machine's own browsers and commands may: neither
     pages of other sites, even under a name that leads to this machine, nor clients of a proxy.
@@ -229,6 +229,7 @@ def live_reader(request: web.Request) -> None:
             "localhost or 127.0.0.1: open it there (ssh -L), or give somebody the permission "
             '"admin" in the section `auth`'
         )
+    return principal.name
 
 
 _THIS_SITE = frozenset({"same-origin", "none"})
