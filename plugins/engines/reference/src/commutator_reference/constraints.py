@@ -1,6 +1,7 @@
 """What an answer has to follow, as masks of the tokens that may come next.
 
-A grammar is compiled when its request comes, and refused there if any of it cannot be enforced.
+A grammar is compiled when its request comes, off the event loop, and refused there if any of it
+cannot be enforced or compiling it takes too long.
 From then on a ``Matcher`` follows the answer token by token.
 """
 
@@ -8,7 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_reference.grammar_trial import LIMITS, GrammarTrial
 
 __all__ = ["KINDS", "Grammars", "Matcher"]
 
@@ -32,36 +37,69 @@ _WHITESPACE = r"\n {0,24}| ?"
 writes nothing else for ever."""
 _SHOWN = 300
 """Characters of a grammar's error."""
+_KEPT = 16
+"""Compiled grammars; each may have some MiB."""
 
 
 class Grammars:
-    """Compiles constraints for one model's tokens. Any thread may call it."""
+    """Compiles constraints for one model's tokens. Any thread may call it.
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """``tokenizer`` is the JSON of Hugging Face's `tokenizers`. Takes a second or two."""
+    The tables of the vocabulary, which take a second, are made for the first constraint.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        """``tokenizer`` returns the JSON of Hugging Face's `tokenizers`."""
         self._ends = sorted(eos_token_ids)
-        self._tokens = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=self._ends[0])
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._trial = GrammarTrial(tokenizer, vocab_size, self._ends[0])
+        self._lock = threading.Lock()
+        # It guards the following.
+        self._tokens: LLTokenizer | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        """By the grammar's digest; copied for each answer."""
 
     def matcher(self, constraint: Constraint, answer: Sequence[int] = ()) -> Matcher:
         """Follows an answer that begins with the tokens ``answer``.
 
         Raises RequestError where a part of ``constraint`` cannot be enforced, naming it, or where
-        ``answer`` breaks it.
+        ``answer`` breaks it. May take some seconds.
         """
-        param = "response_format"
         try:
             grammar = _grammar(constraint)
-        except (ValueError, TypeError, KeyError, AssertionError) as error:
-            raise RequestError(f"{constraint.kind}: {error}"[:_SHOWN], param) from error
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
-        if messages:  # a warning is a keyword that would be ignored
-            problem = "; ".join(messages)[:_SHOWN]
-            text = "cannot be compiled" if failed else "cannot be enforced"
-            raise RequestError(f"{constraint.kind}: {text}: {problem}", param, "invalid_value")
-        matcher = Matcher(LLMatcher(self._tokens, grammar), constraint.after, self._ends)
+        except Exception as error:  # GBNF's reader raises whatever it likes
+            problem = f"{constraint.kind}: {error}"[:_SHOWN]
+            raise RequestError(problem, "response_format", "invalid_value") from error
+        matcher = Matcher(self._copy(grammar, constraint.kind), constraint.after, self._ends)
         for token_id in answer:
             matcher.advance(token_id)
         return matcher
+
+    def close(self) -> None:
+        """Release what compiling needed."""
+        self._trial.close()
+
+    def _copy(self, grammar: str, kind: str) -> LLMatcher:
+        digest = blake2b(grammar.encode(), digest_size=16).digest()
+        with self._lock:
+            if (known := self._compiled.get(digest)) is not None:
+                self._compiled.move_to_end(digest)
+                return known.deep_copy()
+        if (problem := self._trial.problem(grammar)) is not None:
+            raise RequestError(f"{kind}: {problem}"[:_SHOWN], "response_format", "invalid_value")
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = LLTokenizer(
+                    self._tokenizer(), n_vocab=self._vocab_size, eos_token=self._ends[0]
+                )
+        compiled = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+        with self._lock:
+            self._compiled[digest] = compiled
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return compiled.deep_copy()
 
 
 class Matcher:

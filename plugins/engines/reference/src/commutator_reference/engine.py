@@ -79,7 +79,7 @@ class ReferenceEngine:
         options: EngineOptions,
         *,
         decode: Decode | None = None,
-        grammars: Callable[[], Grammars] | None = None,
+        grammars: Grammars | None = None,
         on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
     ) -> None:
         capacity = options.num_blocks * options.block_size
@@ -149,8 +149,8 @@ class ReferenceEngine:
     def submit(self, key: int, request: GenerateRequest) -> None:
         """Take a request, to begin with the next step; ``key`` names it until its last delta.
 
-        Raises RequestError when it can never be served, EngineOverloadedError when the queue is
-        full.
+        Takes up to some seconds for one with a constraint, and microseconds otherwise. Raises
+        RequestError when it can never be served, EngineOverloadedError when the queue is full.
         """
         validate_request(
             request,
@@ -182,7 +182,7 @@ class ReferenceEngine:
         if self._grammars is None:
             raise RequestError("the reference engine enforces no constraints here", "constraint")
         done = len(request.token_ids) - request.generated_prefix
-        return self._grammars().matcher(constraint, request.token_ids[done:])
+        return self._grammars.matcher(constraint, request.token_ids[done:])
 
     def abort(self, key: int) -> None:
         """Stop a request and free its blocks before the next step. No effect if unknown."""

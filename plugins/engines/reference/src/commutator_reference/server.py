@@ -6,13 +6,12 @@ import logging
 import os
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import torch
 from attrs import evolve
 
-from commutator import EngineInfo
+from commutator import EngineInfo, GenerateRequest
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import ConfigError
 from commutator.kv_events import EventPublisher
@@ -61,10 +60,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         )
         text = load_text_model(model.source)
         ends = llama.config.eos_token_ids
-        # It takes a second or two, which only a first request with a constraint may wait for.
-        apart = ThreadPoolExecutor(1, "grammars")
-        grammars = apart.submit(Grammars, text.tokenizer.to_str(), llama.config.vocab_size, ends)
-        apart.shutdown(wait=False)
+        self._constraints = Grammars(text.tokenizer.to_str, llama.config.vocab_size, ends)
         super().__init__(
             llama,
             EngineOptions(
@@ -77,7 +73,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
                 prefix_caching=config.prefix_caching,
             ),
             decode=text.decode,
-            grammars=grammars.result,
+            grammars=self._constraints,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
         self._connector: KvConnector | None = None
@@ -162,10 +158,14 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
     def transfer_statistics(self) -> TransferStatistics:
         return TransferStatistics() if self._handover is None else self._handover.statistics()
 
+    def takes_long(self, request: GenerateRequest) -> bool:
+        return request.constraint is not None
+
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        self._constraints.close()
         if self._handover is not None:
             self._handover.stop()
         if self._connector is not None:

@@ -39,7 +39,6 @@ would keep all that follows it out of every cache."""
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOPS = 16
 _MAX_NAME = 256
-_MAX_SCHEMA = 128 << 10
 
 _WITHOUT_EFFECT = frozenset({
     *("anthropic_beta", "betas", "cache_control", "container", "context_management"),
@@ -344,8 +343,6 @@ def _constraint(given: Mapping[str, Any]) -> Constraint | None:
     if not isinstance(described, dict) or described.get("type") != "json_schema":
         raise _wrong(path, f'expected {{"type": "json_schema", ...}}, got {_shown(described)}')
     schema = _json(_required(described, "schema", dict, "an object", path))
-    if len(schema) > _MAX_SCHEMA:
-        raise _wrong(f"{path}.schema", f"expected at most {_MAX_SCHEMA} characters")
     return Constraint(kind="json_schema", value=schema)
 
 

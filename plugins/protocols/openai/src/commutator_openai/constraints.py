@@ -13,9 +13,6 @@ from commutator_openai.requests import CONSTRAINT_FIELDS, GenerationRequest
 
 __all__ = ["constraint_of"]
 
-_MAX_VALUE = 128 << 10
-"""Characters of a schema, a grammar or all choices together."""
-
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -120,8 +117,6 @@ def _of(name: str, kind: ConstraintKind, value: Any, whitespace: Any = None) -> 
         raise _wrong(name, "expected a string", value)
     if whitespace is not None and not isinstance(whitespace, str):
         raise _wrong("whitespace_pattern", "expected a regular expression", whitespace)
-    if len(value if isinstance(value, str) else "".join(value)) > _MAX_VALUE:
-        raise RequestError(f"{name}: expected at most {_MAX_VALUE} characters", name)
     try:
         return Constraint(kind=kind, value=value, whitespace=whitespace)
     except ValueError as error:

@@ -34,7 +34,6 @@ _MAX_NAME = 256
 _MAX_METADATA = 16
 _MAX_METADATA_CHARACTERS = 512
 _MAX_STOPS = 16
-_MAX_SCHEMA = 128 << 10
 _MAX_LOGPROBS = 20
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS,)
@@ -227,10 +226,7 @@ def _constraint(given: Mapping[str, Any]) -> Constraint | None:
             return Constraint(kind="json_object")
         case "json_schema":
             schema = required(form, "schema", dict, "a JSON Schema, an object", "text.format")
-            value = msgspec.json.encode(schema).decode()
-            if len(value) > _MAX_SCHEMA:
-                raise wrong("text.format.schema", f"expected at most {_MAX_SCHEMA} characters")
-            return Constraint(kind="json_schema", value=value)
+            return Constraint(kind="json_schema", value=msgspec.json.encode(schema).decode())
         case other:
             known = '"text", "json_object" or "json_schema"'
             raise wrong("text.format.type", f"expected {known}, got {shown(other)}")
