@@ -248,6 +248,34 @@ def test_an_item_may_be_named_by_its_id(client: openai.OpenAI) -> None:
         client.responses.create(input=[{"type": "item_reference", "id": "msg_x_1"}], **common)
 
 
+# ---------------------------------------------------------------- in the background
+
+
+def test_a_response_is_made_while_its_client_is_away(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "input": ASKED, "temperature": 0}
+    queued = client.responses.create(**asked, background=True)
+    assert (queued.status, queued.background) == ("queued", True)
+    made = queued
+    while made.status in ("queued", "in_progress"):
+        made = client.responses.retrieve(queued.id)
+        ResponseResource.model_validate(made.to_dict(mode="json"))
+    plain = client.responses.create(**asked)
+    assert (made.status, made.output_text) == ("completed", plain.output_text)
+    assert client.responses.cancel(queued.id).status == "completed"
+    with client.responses.create(**asked, background=True, stream=True) as stream:
+        first = next(iter(stream))
+    assert first.type == "response.created"
+    rest = [*client.responses.retrieve(first.response.id, stream=True, starting_after=0)]
+    assert [one.sequence_number for one in rest] == [*range(1, len(rest) + 1)]
+    assert rest[-1].type == "response.completed"
+    assert rest[-1].response.output_text == plain.output_text
+    long = client.responses.create(
+        model="m", input="Tell me a story.", max_output_tokens=2000, background=True
+    )
+    assert client.responses.cancel(long.id).status == "cancelled"
+    assert client.responses.retrieve(long.id).status == "cancelled"
+
+
 # --------------------------------------------------------------------- what else
 
 
@@ -302,7 +330,7 @@ def test_errors_have_the_shape_and_the_class_that_clients_know(
     client: openai.OpenAI, cluster: LocalCluster
 ) -> None:
     for fields, name in (
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),

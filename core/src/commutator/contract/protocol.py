@@ -31,7 +31,8 @@ class Route:
     """One request that clients can make."""
 
     method: str
-    """"GET", "POST" or "DELETE"."""
+    """"GET", "POST", "DELETE", or "WEBSOCKET": each message of a client is a call of its own then,
+    and each line that answers it a message. They are answered one after another."""
     path: str
     """Such as "/v1/models/{id:.+}": names in braces, with a regular expression after a colon."""
     handle: Callable[[Any], Awaitable[None]]
@@ -91,6 +92,10 @@ class MountedProtocol(ABC):
     @abstractmethod
     def failed(self, failure: Failure) -> bytes:
         """The body of an answer that is no success, of the type ``failed_type``."""
+
+    def failed_message(self, failure: Failure) -> bytes:
+        """The same as a line, for the client of a WebSocket."""
+        return self.failed(failure)
 
     async def close(self) -> None:
         """Give up what it holds. Called once, after the last request."""

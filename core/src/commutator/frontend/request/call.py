@@ -65,6 +65,8 @@ class Call(ABC):
     """What of the request was wrong."""
     body = b""
     """What the client sent, once it was read."""
+    connection: dict[str, Any] | None = None
+    """On a WebSocket what a protocol remembers of it, by names of its own; else None."""
     model = ""
     """Set once a served model is found."""
     user: str | None = None

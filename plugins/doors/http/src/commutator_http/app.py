@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from attrs import evolve
 
 from commutator.contract.answer import Failure
 from commutator.contract.operations import (
@@ -22,7 +24,7 @@ from commutator.contract.protocol import MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices
 from commutator_http.administration import admin_routes
-from commutator_http.call import CALL, DOOR, DoorParts, HttpCall, MountedRoute
+from commutator_http.call import CALL, DOOR, WEBSOCKET, DoorParts, HttpCall, MountedRoute
 from commutator_http.config import HttpConfig
 from commutator_http.cors import Cors
 from commutator_http.health import OPERATIONS_PATHS, health_routes
@@ -36,8 +38,13 @@ from commutator_http.middleware import (
     live_reader,
     own_user,
 )
+from commutator_http.sockets import close_sockets, serve_socket
 
 __all__ = ["build_app", "build_local_app"]
+
+
+_HTTP = {WEBSOCKET: "GET"}
+"""The methods that requests have, where those of routes are others."""
 
 
 def build_app(
@@ -101,6 +108,7 @@ def _app(
         middlewares=[exchange, *middlewares], client_max_size=parts.max_body_bytes
     )
     app.on_response_prepare.append(add_headers)
+    app.on_shutdown.append(close_sockets)
     app[DOOR] = parts
     app.add_routes(_protocol_routes(parts, protocols))
     app.add_routes(health_routes(parts.services, local_socket, probes_only=not checks))
@@ -219,13 +227,15 @@ def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> 
     for (method, path), group in groupby(claims, key=itemgetter(0)):
         routes = [(route, protocol) for _, _, route, protocol in group]
         found = _shared(method, path, routes)
+        if method == WEBSOCKET:
+            found = evolve(found, answer=partial(serve_socket, found.answer))
         if "{" not in path and path not in parts.files | OPERATIONS_PATHS:
-            parts.routes[method, path] = found
-            parts.routes[method, path + "/"] = found  # as people and clients write it, too
+            for written in (path, path + "/"):  # as people and clients write it
+                parts.routes[_HTTP.get(method, method), written] = found
         handler = _handler(found)
         parts.protocols[handler] = found.protocol
         options = {"expect_handler": _expect} if method == "POST" else {}
-        made.append(web.route(method, path, handler, **options))
+        made.append(web.route(_HTTP.get(method, method), path, handler, **options))
     # A path with a pattern must not hide another one that stands for itself.
     return sorted(made, key=lambda route: ("{" in route.path, route.path))
 

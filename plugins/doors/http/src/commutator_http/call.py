@@ -36,14 +36,19 @@ __all__ = [
     "CALL",
     "DOOR",
     "OTHER",
+    "WEBSOCKET",
     "ClientConnection",
     "DoorParts",
     "HttpCall",
     "MountedRoute",
     "close_after",
     "is_generating",
+    "request_id_of",
+    "room_for",
 ]
 
+WEBSOCKET = "WEBSOCKET"
+"""The method of routes, and of calls, that are messages of a WebSocket."""
 OTHER = "other"
 """Stands, in metrics, for every path that is none of ours."""
 _OK = 200
@@ -101,6 +106,11 @@ class DoorParts:
         self.gate = gate
         self.max_body_bytes = config.max_body_bytes
         self.body_timeout_s = config.body_timeout_s
+        self.max_websockets = config.max_websockets
+        self.websocket_idle_s = config.websocket_idle_s
+        self.websocket_ping_s = config.websocket_ping_s
+        self.websockets: set[web.WebSocketResponse] = set()
+        """Those that are open."""
         self.bodies = ByteBudget(_BODIES * config.max_body_bytes, _MAX_WAITING)
         """Those that are being read or parsed, small ones apart."""
         self.forward_headers = tuple(services.config.forward_headers)
@@ -236,12 +246,9 @@ class HttpCall(Call):
         coding, length = _coding(self.headers), request.content_length
         if length is not None and length > parts.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(parts.max_body_bytes, length)
-        limiter = self.services.limiter
-        if limiter.is_full:
-            limiter.check(self.caller())
         if length is None or coding is not None:
             length = parts.max_body_bytes
-        return _SMALL if length <= _INLINE_BYTES else parts.bodies.hold(length)
+        return room_for(self, parts, length)
 
     async def read(self) -> bytes:
         if not self.body:  # the protocol may look at it again
@@ -396,6 +403,14 @@ def close_after(response: web.StreamResponse) -> None:
 
 
 _SMALL: AbstractAsyncContextManager[None] = nullcontext()
+
+
+def room_for(call: Call, parts: DoorParts, length: int) -> AbstractAsyncContextManager[None]:
+    """Inside, ``length`` bytes of a request may be parsed. Raises OverloadedError."""
+    limiter = call.services.limiter
+    if limiter.is_full:
+        limiter.check(call.caller())
+    return _SMALL if length <= _INLINE_BYTES else parts.bodies.hold(length)
 
 
 def _within(max_bytes: int, body: bytes) -> bytes:

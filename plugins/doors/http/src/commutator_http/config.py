@@ -98,6 +98,19 @@ class HttpConfig(DoorConfig):
         "limit, as behind a proxy.",
         0,
     )
+    max_websockets: PositiveInt = setting(
+        "WebSockets to one front-door process; one more is answered 503. A message may have "
+        "`max_body_bytes`, and four more may wait while one is answered.",
+        256,
+    )
+    websocket_idle_s: PositiveSeconds = setting(
+        "Seconds after which a WebSocket is closed whose client asks for nothing.", 600.0
+    )
+    websocket_ping_s: PositiveSeconds = setting(
+        "Seconds without a sign of life after which a WebSocket's client is pinged; one that does "
+        "not answer for half as long is gone.",
+        30.0,
+    )
     api_keys: tuple[Secret, ...] = setting(
         "Clients must send one of these as a bearer token; empty lets everyone in.", ()
     )

@@ -17,12 +17,13 @@ from commutator.contract.operations import OPERATIONS_PREFIX
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import PermissionDeniedError, RateLimitError
-from commutator.frontend import WORKING_FOR, log_failure, require, to_failure
+from commutator.frontend import WORKING_FOR, Call, log_failure, require, to_failure
 from commutator_http.administration import local_user
 from commutator_http.call import (
     CALL,
     DOOR,
     OTHER,
+    WEBSOCKET,
     ClientConnection,
     DoorParts,
     HttpCall,
@@ -36,11 +37,13 @@ __all__ = [
     "administrator",
     "authenticate",
     "authenticate_administrator",
+    "begin",
     "exchange",
     "failure_response",
     "find_answer",
     "from_aiohttp",
     "live_reader",
+    "noted",
     "own_user",
 ]
 
@@ -110,12 +113,8 @@ async def _exchange(
             code = call.response.status
         raise
     except Exception as error:  # noqa: BLE001 - any error must be answered
-        failure = from_aiohttp(error) if isinstance(error, web.HTTPException) else None
-        failure = failure or to_failure(error, call.request_id)
+        failure = noted(call, error)
         code = failure.status
-        call.reason = error.limit if isinstance(error, RateLimitError) else failure.code
-        call.param = failure.param
-        log_failure(error, failure, call.request_id)
         response = await _failed(call, failure)
     finally:
         _account(request, call, code)
@@ -128,13 +127,23 @@ async def _exchange(
     return response
 
 
+def noted(call: Call, error: Exception) -> Failure:
+    """What ``error`` is for the client, once log and metrics know of it."""
+    failure = from_aiohttp(error) if isinstance(error, web.HTTPException) else None
+    failure = failure or to_failure(error, call.request_id)
+    call.reason = error.limit if isinstance(error, RateLimitError) else failure.code
+    call.param = failure.param
+    log_failure(error, failure, call.request_id)
+    if failure.status == _TOO_MANY and failure.code is not None and not call.begun:
+        call.services.metrics.request_rejected(call.model, failure.code)
+    return failure
+
+
 async def _failed(call: HttpCall, failure: Failure) -> web.StreamResponse:
     """What says so to the client."""
     if call.begun:
         await call.end_failed(failure)
         return call.answered
-    if failure.status == _TOO_MANY and failure.code is not None:
-        call.services.metrics.request_rejected(call.model, failure.code)
     return failure_response(failure, call.protocol)
 
 
@@ -176,16 +185,22 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
 
 async def _identify(call: HttpCall) -> None:
     """Finds the principal, asks for its permissions and begins to count the request."""
-    principal = call.parts_of_door.gate.known.get(call.headers.get(hdrs.AUTHORIZATION, ""))
+    await begin(call, call)
+
+
+async def begin(call: Call, sent_by: HttpCall) -> None:
+    """Find the principal of ``sent_by``, which ``call`` came with, and begin to count ``call``."""
+    principal = sent_by.parts_of_door.gate.known.get(call.headers.get(hdrs.AUTHORIZATION, ""))
     if principal is None:  # not by its key alone
-        principal = await _asked(call)
+        principal = await _asked(sent_by)
+    connection = sent_by.request.protocol
     call.principal = principal
-    if principal is not ANONYMOUS and isinstance(call.request.protocol, ClientConnection):
-        call.request.protocol.knows_client()
+    if principal is not ANONYMOUS and isinstance(connection, ClientConnection):
+        connection.knows_client()
     WORKING_FOR.set(principal.name)
     if call.path in OPERATIONS_PATHS and call.endpoint != OTHER:
         require(principal, "metrics")
-    if call.method == "POST":
+    if call.method in ("POST", WEBSOCKET):
         if call.explains:
             require(principal, "explain", "X-Commutator-Explain")
         if not call.path.startswith(OPERATIONS_PREFIX):

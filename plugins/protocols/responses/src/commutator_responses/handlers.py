@@ -9,47 +9,38 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from commutator.contract.answer import Failure
-from commutator.contract.response_store import ResponseStore, StoredResponse
-from commutator.frontend import (
-    Call,
-    Plan,
-    answer,
-    conversation_prompt,
-    read_object,
-    salted,
-    traced,
+from commutator.contract.response_store import ResponseStore
+from commutator.frontend import Call, TimeLimit, conversation_prompt, read_object, salted, traced
+from commutator_responses.background import Background
+from commutator_responses.conversations import (
+    REMEMBERED,
+    Conversations,
+    Remembered,
+    Turn,
+    items_of,
 )
-from commutator_responses.items import Item, input_items, with_ids
+from commutator_responses.items import Item, with_ids
+from commutator_responses.making import Making, make
 from commutator_responses.reading import Asked, read_conversation, read_request
 from commutator_responses.tools import ServerTools
 from commutator_responses.truncation import fitted, prompt_limit
 from commutator_responses.values import not_served, optional, shown, wrong
-from commutator_responses.writer import ResponseWriter
+from commutator_responses.writer import (
+    ResponseWriter,
+    line_responses,
+    new_response,
+)
 
 __all__ = ["Handlers"]
 
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100
 _LISTED = 20
+_MAX_REMEMBERED_BYTES = 16 << 20
+"""Of what a connection remembers; a longer conversation has to be sent."""
+_FALSE = ("false", "0", "")
 _encode = msgspec.json.encode
 _decode = msgspec.json.decode
-
-
-@frozen
-class _Turn:
-    """What a request adds to which conversation."""
-
-    items: Sequence[Item]
-    """All, those of earlier turns first."""
-    earlier: int = 0
-    """How many are of earlier turns."""
-    previous: StoredResponse | None = None
-    """The response that it continues."""
-
-    @property
-    def new(self) -> Sequence[Item]:
-        return self.items[self.earlier :]
 
 
 @frozen
@@ -57,6 +48,8 @@ class Handlers:
     """``store`` None keeps nothing."""
 
     store: ResponseStore | None
+    conversations: Conversations
+    background: Background
     server_tools: ServerTools
 
     async def create(self, call: Call) -> None:
@@ -66,48 +59,85 @@ class Handlers:
     async def _create(self, call: Call) -> None:
         limit = call.time_limit()
         async with limit:
+            making = await self._read(call, await read_object(call))
+            if making.asked.in_background:
+                await self.background.begin(call, making)
+            else:
+                await self._make(call, making, limit)
+
+    async def message(self, call: Call) -> None:
+        """A message of a WebSocket."""
+        await traced("chat", call.headers, {"http.route": call.path}, self._message(call))
+
+    async def _message(self, call: Call) -> None:
+        limit = call.time_limit()
+        async with limit:
             body = await read_object(call)
-            turn = await self._turn(call, body)
-            asked = read_request(
-                body, turn.items, server_tools=self.server_tools, earlier=turn.earlier
+            match body.pop("type", None):
+                case "response.create":
+                    pass
+                case "response.processed":  # says that its client has read the last answer
+                    return
+                case other:
+                    raise wrong("type", f'expected "response.create", got {shown(other)}')
+            generates = optional(body, "generate", bool, "true or false") is not False
+            body.pop("generate", None)
+            making = (await self._read(call, body)).streamed()
+            if making.asked.in_background:
+                raise not_served("background", "over a WebSocket answers come as they are made")
+            if generates:
+                await self._make(call, making, limit, in_lines=True)
+            else:
+                await self._prepare(call, making)
+
+    async def _read(self, call: Call, body: dict[str, Any]) -> Making:
+        """Raises RequestError, ``Failure``."""
+        turn = await self.conversations.turn(call, body)
+        asked = read_request(body, turn.items, server_tools=self.server_tools, earlier=turn.earlier)
+        if body.get("truncation") == "auto":
+            await _truncate(call, asked)
+        _name_ignored(call, asked.ignored)
+        key = secrets.token_hex(16)
+        _join_session(call, asked, turn, key)
+        keeps = asked.stores and self.store is not None
+        kept_input = _encode(with_ids(turn.new, key)) if keeps else b""
+        self._check_fits(kept_input)
+        asked.echo["store"] = keeps
+        return Making(key=key, turn=turn, asked=asked, keeps=keeps, input=kept_input)
+
+    async def _make(
+        self, call: Call, making: Making, limit: TimeLimit, *, in_lines: bool = False
+    ) -> None:
+        async def keep(writer: ResponseWriter) -> None:
+            if making.keeps and self.store is not None:
+                await self.store.put(making.stored(call.principal.name, writer.final))
+            _remember(call, making, writer.final)
+
+        await make(call, making, limit, keep, in_lines=in_lines)
+
+    async def _prepare(self, call: Call, making: Making) -> None:
+        """``generate: false``: tokenize the prompt, and remember the turn."""
+        services, generate = call.services, making.asked.generate
+        name, _ = services.text_model(generate.model, call.principal)
+        assert generate.conversation is not None
+        async with services.limiter.of(call.caller()):
+            prompts = services.preprocessors[name]
+            await conversation_prompt(
+                prompts, generate.conversation, salted(call.principal, generate.cache_salt)
             )
-            if body.get("truncation") == "auto":
-                await _truncate(call, asked)
-            _name_ignored(call, asked.ignored)
-            key = secrets.token_hex(16)
-            _join_session(call, asked, turn, key)
-            keeps = asked.stores and self.store is not None
-            kept_input = _encode(with_ids(turn.new, key)) if keeps else b""
-            self._check_fits(kept_input)
-            asked.echo["store"] = keeps
-            made: list[ResponseWriter] = []
-
-            def writer(plan: Plan) -> ResponseWriter:
-                wanted = asked.generate.top_logprobs is not None
-                one = ResponseWriter(key, plan, asked.toolbox, asked.echo, logprobs=wanted)
-                made.append(one)
-                return one
-
-            async def written() -> None:
-                if keeps and self.store is not None:
-                    stored = StoredResponse(
-                        id=f"resp_{key}",
-                        owner=call.principal.name,
-                        previous=None if turn.previous is None else turn.previous.id,
-                        session=asked.generate.session_id,
-                        input=kept_input,
-                        response=made[0].final,
-                    )
-                    await self.store.put(stored)
-
-            await answer(call, asked.generate, writer, limit, written=written)
+        response = new_response(making.key, name, making.asked.echo, generate)
+        lines, final = line_responses(response)
+        if making.keeps and self.store is not None:
+            await self.store.put(making.stored(call.principal.name, final))
+        _remember(call, making, final)
+        await call.end(lines)
 
     async def input_tokens(self, call: Call) -> None:
         """POST /v1/responses/input_tokens: how long the prompt would be."""
         services, principal = call.services, call.principal
         async with call.time_limit():
             body = await read_object(call)
-            turn = await self._turn(call, body)
+            turn = await self.conversations.turn(call, body)
             conversation, _, ignored = read_conversation(
                 body, turn.items, server_tools=self.server_tools, earlier=turn.earlier
             )
@@ -120,88 +150,53 @@ class Handlers:
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         await call.reply([_encode(counted)])
 
+    async def compact(self, call: Call) -> None:
+        """POST /v1/responses/compact."""
+        del call
+        raise not_served(
+            "input",
+            "compaction makes what only the model that wrote it reads, and no model here does; ask "
+            "for a summary by an ordinary request, or send truncation: auto",
+        )
+
     async def retrieve(self, call: Call) -> None:
         """GET /v1/responses/ID."""
-        for name in ("stream", "starting_after"):
-            if call.query.get(name, "false").lower() not in ("false", "0", ""):
-                raise not_served(name, "a response is streamed once, as it is made")
-        found = await self._found(call)
-        await call.reply([found.response])
+        streams = call.query.get("stream", "false").lower() not in _FALSE
+        after = call.query.get("starting_after")
+        if after is not None and not (streams and after.isdecimal() and len(after) < 10):  # noqa: PLR2004 - fits
+            text = f"expected a number of sequence, with stream=true, got {shown(after)}"
+            raise wrong("starting_after", text)
+        found = await self.conversations.found(call)
+        if streams:
+            await self.background.follow(call, found, -1 if after is None else int(after))
+        else:
+            await call.reply([found.response])
 
     async def delete(self, call: Call) -> None:
         """DELETE /v1/responses/ID."""
+        await self.conversations.delete(call)
         name = call.parts["id"]
-        if self.store is None or not await self.store.delete(call.principal.name, name):
-            raise _absent(name, "id")
+        self.background.forget(call.principal.name, name)
         await call.reply([_encode({"id": name, "object": "response", "deleted": True})])
 
     async def cancel(self, call: Call) -> None:
         """POST /v1/responses/ID/cancel."""
-        await self._found(call)
-        raise not_served(
-            "id", "only a response in the background can be cancelled; close its connection instead"
-        )
+        found = await self.conversations.found(call)
+        if not _decode(found.response).get("background"):
+            raise not_served(
+                "id",
+                "only a response in the background can be cancelled; close its connection instead",
+            )
+        if found.maker is not None:
+            cancelled = await self.background.cancel(found)
+            found = cancelled or await self.conversations.found(call)
+        await call.reply([found.response])
 
     async def input_items(self, call: Call) -> None:
         """GET /v1/responses/ID/input_items: what it answers, those of earlier turns as well."""
-        found = await self._history(call, call.parts["id"], "id")
-        items = [*_items_of(found[:-1]), *_decode(found[-1].input)]
+        found = await self.conversations.history(call, call.parts["id"], "id")
+        items = [*items_of(found[:-1]), *_decode(found[-1].input)]
         await call.reply([_encode(_page(items, call.query))])
-
-    # ------------------------------------------------------------------ the store
-
-    async def _turn(self, call: Call, body: Mapping[str, Any]) -> _Turn:
-        """Raises RequestError, and ``Failure`` for 404."""
-        name = optional(body, "previous_response_id", str, "the id of a response")
-        items = await self._resolved(call, input_items(body.get("input")))
-        if not name:
-            return _Turn(items)
-        if self.store is None:
-            raise not_served(
-                "previous_response_id", "no responses are kept here; send the items themselves"
-            )
-        found = await self._history(call, name, "previous_response_id")
-        earlier = _items_of(found)
-        return _Turn([*earlier, *items], len(earlier), found[-1])
-
-    async def _history(self, call: Call, name: str, param: str) -> list[StoredResponse]:
-        """The whole conversation up to a response. Raises ``Failure`` for 404."""
-        store = self.store
-        found = [] if store is None else await store.history(call.principal.name, name)
-        if not found:
-            raise _absent(name, param)
-        if (lost := found[0].previous) is not None:
-            raise _absent(lost, param, f", which {name} continues")
-        return found
-
-    async def _found(self, call: Call) -> StoredResponse:
-        name = call.parts["id"]
-        found = [] if self.store is None else await self.store.history(call.principal.name, name, 1)
-        if not found:
-            raise _absent(name, "id")
-        return found[0]
-
-    async def _resolved(self, call: Call, items: Sequence[Item]) -> list[Item]:
-        """With the items that others only refer to: those of responses that are kept."""
-        return [
-            await self._referred(call, item.get("id"), f"input.{number}.id")
-            if item["type"] == "item_reference"
-            else item
-            for number, item in enumerate(items)
-        ]
-
-    async def _referred(self, call: Call, name: Any, path: str) -> Item:
-        """An item by its id, in which is the key of its response."""
-        if not isinstance(name, str):
-            raise wrong(path, f"expected the id of an item, got {shown(name)}")
-        _, _, rest = name.partition("_")
-        owner, response_id = call.principal.name, f"resp_{rest.partition('_')[0]}"
-        found = [] if self.store is None else await self.store.history(owner, response_id, 1)
-        item: Item
-        for item in _items_of(found):
-            if item.get("id") == name:
-                return item
-        raise _absent(name, path)
 
     def _check_fits(self, data: bytes) -> None:
         if self.store is not None and len(data) > self.store.max_bytes:
@@ -212,32 +207,26 @@ class Handlers:
             )
 
 
-def _absent(name: str, param: str, more: str = "") -> Failure:
-    kind = "item" if param.startswith("input") else "response"
-    text = f"{param}: {kind} {name[:100]!r}{more} is not kept here: it was not stored, it was "
-    text += "deleted, or it was not used for long"
-    return Failure(404, text, f"{kind}_not_found", param)
+def _remember(call: Call, making: Making, final: bytes) -> None:
+    """A connection knows its last response, stored or not."""
+    if call.connection is None:
+        return
+    call.connection.pop(REMEMBERED, None)
+    items = [*making.turn.items, *_decode(final)["output"]]
+    if len(_encode(items)) <= _MAX_REMEMBERED_BYTES:
+        session = making.asked.generate.session_id
+        call.connection[REMEMBERED] = Remembered(making.id, items, session)
 
 
-def _items_of(turns: Sequence[StoredResponse]) -> list[Item]:
-    """Input and output, turn by turn."""
-    found: list[Item] = []
-    for turn in turns:
-        found += _decode(turn.input)
-        found += _decode(turn.response)["output"]
-    return found
-
-
-def _join_session(call: Call, asked: Asked, turn: _Turn, key: str) -> None:
+def _join_session(call: Call, asked: Asked, turn: Turn, key: str) -> None:
     """The session by which routing knows the conversation; one that is kept has one anyway.
 
     The body's comes first, then that of the client's headers.
     """
     generate = asked.generate
     named = generate.session_id or call.caller().session_id
-    kept = None if turn.previous is None else turn.previous.session
     own = f"resp_{key}" if asked.stores else None
-    generate.session_id = named or kept or own
+    generate.session_id = named or turn.session or own
 
 
 async def _truncate(call: Call, asked: Asked) -> None:

@@ -12,11 +12,13 @@ from commutator import MountedProtocol, Protocol, ProtocolConfig, Route, setting
 from commutator.contract.answer import Failure
 from commutator.contract.protocol import DoorFacts, Example
 from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
+from commutator.contract.settings import PositiveSeconds
 from commutator.errors import ConfigError
 from commutator_responses.stores import MemoryConfig
 
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
+    from commutator_responses.background import Background
 
 __all__ = ["Responses", "ResponsesConfig"]
 
@@ -30,6 +32,11 @@ class ResponsesConfig(ProtocolConfig):
         "`memory` of one front door, in a file of one host (`sqlite`), where all hosts find them "
         "(`nats`), or nowhere (`none`: every request is served as with `store: false`).",
         factory=lambda: MemoryConfig(kind="memory"),
+    )
+    background_lease_s: PositiveSeconds = setting(
+        "A response in the background has failed when the front door that makes it was not heard "
+        "of for so many seconds.",
+        30.0,
     )
     server_tools: Literal["leave_out", "refuse"] = setting(
         "What becomes of tools that OpenAI's own servers run, such as web search: `leave_out` "
@@ -72,14 +79,22 @@ class _Mounted(MountedProtocol):
     def __init__(self, config: ResponsesConfig, store: ResponseStore | None) -> None:
         self._config = config
         self._store = store
+        self._background: Background | None = None
 
     def routes(self) -> Sequence[Route]:
+        from commutator_responses.background import Background
+        from commutator_responses.conversations import Conversations
         from commutator_responses.handlers import Handlers
 
-        handlers = Handlers(self._store, self._config.server_tools)
+        if self._background is None:
+            self._background = Background(self._store, self._config.background_lease_s)
+        store, conversations = self._store, Conversations(self._store)
+        handlers = Handlers(store, conversations, self._background, self._config.server_tools)
         one = "/v1/responses/{id}"
         return [
             Route(method="POST", path="/v1/responses", handle=handlers.create),
+            Route(method="WEBSOCKET", path="/v1/responses", handle=handlers.message),
+            Route(method="POST", path="/v1/responses/compact", handle=handlers.compact),
             Route(method="POST", path="/v1/responses/input_tokens", handle=handlers.input_tokens),
             Route(method="GET", path=one, handle=handlers.retrieve),
             Route(method="DELETE", path=one, handle=handlers.delete),
@@ -92,6 +107,13 @@ class _Mounted(MountedProtocol):
 
         return msgspec.json.encode(error_body(failure))
 
+    def failed_message(self, failure: Failure) -> bytes:
+        from commutator_responses.writer import line_error
+
+        return line_error(failure)
+
     async def close(self) -> None:
+        if self._background is not None:
+            await self._background.close()
         if self._store is not None:
             await self._store.close()

@@ -37,6 +37,16 @@ _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS,)
+_WITHOUT_DATA = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What may be included, and is never there: of tools of OpenAI's servers, and what is encrypted."""
 
 _OF_CONVERSATION = frozenset({
     *("input", "instructions", "model", "parallel_tool_calls", "previous_response_id"),
@@ -47,7 +57,7 @@ _READ = _OF_CONVERSATION | {
     *("max_output_tokens", "max_tool_calls", "min_p", "presence_penalty", "priority", "prompt"),
     *("prompt_cache_key", "repetition_penalty", "safety_identifier", "seed", "service_tier"),
     *("stop", "store", "stream", "stream_options", "temperature", "top_k", "top_logprobs", "top_p"),
-    *("cache_salt", "user"),
+    *("cache_salt", "context_management", "user"),
 }
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
@@ -66,6 +76,8 @@ class Asked:
     """The fields of the response that repeat the request."""
     stores: bool
     """Whether the client wants the response to be kept."""
+    in_background: bool
+    """Whether the client comes back for it."""
     ignored: list[str] = field(factory=list)
     """The fields that have no effect."""
 
@@ -128,6 +140,7 @@ def read_request(
         toolbox=toolbox,
         echo=_echo(given, toolbox, user),
         stores=optional(given, "store", bool, "true or false") is not False,
+        in_background=bool(optional(given, "background", bool, "true or false")),
         ignored=ignored,
     )
 
@@ -168,14 +181,15 @@ def read_conversation(
 
 def _refuse(given: Mapping[str, Any]) -> None:
     """What would change the answer or its life, and cannot be done."""
-    if optional(given, "background", bool, "true or false"):
-        raise not_served("background", "responses are not made in the background; leave it out")
     for name, instead in (
         ("conversation", "send `previous_response_id` or the items themselves"),
         ("prompt", "send its text as `instructions` and `input`"),
     ):
         if name in given:
             raise not_served(name, f"what OpenAI's servers keep is not here; {instead}")
+    if given.get("context_management"):
+        text = "no model here compacts what was said; send truncation: auto, or leave it out"
+        raise not_served("context_management", text)
 
 
 def _without_effect(given: Mapping[str, Any]) -> list[str]:
@@ -183,8 +197,12 @@ def _without_effect(given: Mapping[str, Any]) -> list[str]:
         name for name, neutral in _NEUTRAL.items() if name in given and given[name] not in neutral
     ]
     include = optional(given, "include", list, "a list of strings") or []
-    if any(one not in _INCLUDED for one in include):
-        found.append("include")
+    for place, one in enumerate(include):
+        if one in _WITHOUT_DATA:
+            found.append("include")
+        elif one not in _INCLUDED:
+            known = ", ".join(sorted({*_INCLUDED, *_WITHOUT_DATA}))
+            raise wrong(f"include.{place}", f"{shown(one)} is not known; these are: {known}")
     if integer(given, "max_tool_calls", 1) is not None:  # of tools that servers run
         found.append("max_tool_calls")
     return found
@@ -237,7 +255,7 @@ def _echo(given: Mapping[str, Any], toolbox: Toolbox, user: str | None) -> dict[
     reasoning = given.get("reasoning") or {}
     text = given.get("text") or {}
     return {
-        "background": False,
+        "background": given.get("background", False),
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "max_tool_calls": given.get("max_tool_calls"),

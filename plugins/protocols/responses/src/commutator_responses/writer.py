@@ -22,11 +22,20 @@ from commutator.contract.answer import (
     ReasoningContent,
     Usage,
 )
-from commutator.contract.request import TokenLogprob
+from commutator.contract.conversation import Generate
+from commutator.contract.request import SamplingParams, TokenLogprob
 from commutator.frontend import Plan
 from commutator_responses.tools import Toolbox, custom_input
 
-__all__ = ["ResponseWriter", "error_body"]
+__all__ = [
+    "DONE",
+    "ResponseWriter",
+    "error_body",
+    "failed_response",
+    "line_error",
+    "line_responses",
+    "new_response",
+]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,7 +50,8 @@ _TYPES = {
 }
 _INCOMPLETE = {"length": "max_output_tokens", "refusal": "content_filter"}
 """Why a response is incomplete, by the reason of its end."""
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream over HTTP."""
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
@@ -50,6 +60,55 @@ def error_body(failure: Failure) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")  # noqa: PLR2004 - HTTP's servers
     said = {"message": failure.message, "type": kind}
     return {"error": {**said, "param": failure.param, "code": failure.code}}
+
+
+def line_error(failure: Failure) -> bytes:
+    """What says over a WebSocket that a message cannot be answered."""
+    said = {"type": "error", "status": failure.status, "headers": failure.headers}
+    return _encode({**said, **error_body(failure)}) + b"\n"
+
+
+def line_responses(response: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """The lines of a response without output that is complete at once, and its JSON."""
+    usage = _usage(Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0))
+    over = {"status": "completed", "completed_at": response["created_at"], "usage": usage}
+    final = {**response, **over}
+    said = {"response.created": response, "response.completed": final}
+    lines = [
+        _encode({"type": kind, "response": one, "sequence_number": number})
+        for number, (kind, one) in enumerate(said.items())
+    ]
+    return b"\n".join(lines), _encode(final)
+
+
+def new_response(
+    key: str, model: str, echo: Mapping[str, Any], sampling: Generate | SamplingParams
+) -> dict[str, Any]:
+    """A response of which nothing is made yet. ``echo`` repeats the request."""
+    return {
+        "id": f"resp_{key}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        **echo,
+        "usage": None,
+    }
+
+
+def failed_response(response: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
+    """``response`` with its end."""
+    code = "rate_limit_exceeded" if failure.status == _TOO_MANY else "server_error"
+    said = {"code": code, "message": failure.message}
+    return {**response, "status": "failed", "error": said}
 
 
 @define
@@ -66,38 +125,33 @@ class _Open:
 
 
 class ResponseWriter(AnswerWriter):
-    """Streams events item by item, or keeps the items for one object."""
+    """Streams events item by item, or keeps the items for one object.
+
+    Over HTTP they are server-sent events, over a WebSocket a line of JSON each.
+    """
 
     final = b""
-    """The JSON of the whole response, once it is complete."""
+    """The JSON of the whole response, once it is complete, or has failed while it was streamed."""
 
     def __init__(
-        self, key: str, plan: Plan, toolbox: Toolbox, echo: Mapping[str, Any], *, logprobs: bool
+        self,
+        key: str,
+        plan: Plan,
+        toolbox: Toolbox,
+        echo: Mapping[str, Any],
+        *,
+        logprobs: bool,
+        in_lines: bool = False,
     ) -> None:
         """``key`` makes ids; ``echo`` are the fields of the response that repeat the request."""
-        sampling = plan.requests[0].sampling
+        self._head, self._tail = (b"", b"\n") if in_lines else (b"event: %b\ndata: ", b"\n\n")
+        self._done = b"" if in_lines else DONE
         self._key = key
         self._toolbox = toolbox
         self._token_text = plan.text.token_text
         self._token_bytes = plan.text.token_bytes
         self._logprobs = logprobs
-        self._response: dict[str, Any] = {
-            "id": f"resp_{key}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "model": plan.model,
-            "output": [],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            **echo,
-            "usage": None,
-        }
+        self._response = new_response(key, plan.model, echo, plan.requests[0].sampling)
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: _Open | None = None
         self._text_delta = b""
@@ -123,7 +177,8 @@ class ResponseWriter(AnswerWriter):
         self._keep(text)
         number = self._sequence
         self._sequence += 1
-        return b'%b%b,"sequence_number":%d}\n\n' % (self._text_delta, _encode(text), number)
+        said = b'%b%b,"sequence_number":%d}' % (self._text_delta, _encode(text), number)
+        return said + self._tail
 
     def _begin(self) -> bytes:
         self._begun = True
@@ -137,20 +192,25 @@ class ResponseWriter(AnswerWriter):
         self._complete(usage)
         status = self._response["status"]
         response = msgspec.Raw(self.final)
-        return begin + self._event({"type": f"response.{status}", "response": response}) + _DONE
+        return (
+            begin + self._event({"type": f"response.{status}", "response": response}) + self._done
+        )
 
     def stream_failed(self, failure: Failure) -> bytes:
-        code = "rate_limit_exceeded" if failure.status == _TOO_MANY else "server_error"
-        self._response["status"] = "failed"
-        self._response["error"] = {"code": code, "message": failure.message}
         begin = b"" if self._begun else self._begin()
-        return begin + self._event({"type": "response.failed", "response": self._response}) + _DONE
+        response = failed_response(self._response, failure)
+        self.final = _encode(response)
+        return begin + self._event({"type": "response.failed", "response": response}) + self._done
 
     def _event(self, said: dict[str, Any]) -> bytes:
         kind: str = said["type"]
         data = _encode({**said, "sequence_number": self._sequence})
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return self._headed(kind) + data + self._tail
+
+    def _headed(self, kind: str) -> bytes:
+        """How an event begins."""
+        return self._head % kind.encode() if self._head else b""
 
     # ---------------------------------------------------------------------- whole
 
@@ -158,6 +218,10 @@ class ResponseWriter(AnswerWriter):
         for _, event in batch:
             for _ in self._said(event):
                 pass
+
+    def so_far(self) -> bytes:
+        """The JSON of the response as it is now, with the items that are complete."""
+        return _encode(self._response)
 
     @property
     def kept_bytes(self) -> int:
@@ -230,7 +294,7 @@ class ResponseWriter(AnswerWriter):
         yield self._of_part("content_part.added", part=_part(kind, "", ()))
         if kind == "message":
             said = self._of_part("output_text.delta", logprobs=(), delta="")
-            self._text_delta = b"event: %b\ndata: %b" % (said["type"].encode(), _encode(said)[:-3])
+            self._text_delta = self._headed(said["type"]) + _encode(said)[:-3]
 
     def _called(self, call_id: str, name: str) -> Iterator[dict[str, Any]]:
         named = self._toolbox.named(name)

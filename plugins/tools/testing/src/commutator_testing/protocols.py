@@ -128,7 +128,7 @@ class ProtocolContract:
         assert routes
         assert len({(route.method, route.path) for route in routes}) == len(routes)
         for route in routes:
-            assert route.method in {"GET", "POST", "DELETE"}
+            assert route.method in {"GET", "POST", "DELETE", "WEBSOCKET"}
             assert route.path.startswith("/")
 
     def test_errors_have_a_body(self, mounted: MountedProtocol) -> None:
