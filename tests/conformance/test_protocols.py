@@ -16,7 +16,7 @@ from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.frontend import Plan
 from commutator.frontend.request.generation import ChoiceRules
 from commutator_openai.protocol import OpenAi, OpenAiConfig
-from commutator_openai.writers import ChatWriter, CompletionWriter
+from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 from commutator_testing.protocols import ProtocolContract, Said, mounted_on_a_door
 
 
@@ -37,7 +37,7 @@ class TestOpenAi(ProtocolContract):
 
     def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
         for writer in (ChatWriter, CompletionWriter):
-            yield partial(writer, "r", plan(answers), include_usage=True, logprobs=None)
+            yield partial(writer, "r", plan(answers), shown=Shown(include_usage=True))
 
     def can_say(self, writer: AnswerWriter, said: Said) -> Said:
         if isinstance(writer, CompletionWriter):  # text alone

@@ -39,12 +39,16 @@ async def test_whole_answer() -> None:
     assert body == {
         "object": "chat.completion",
         "model": MODEL,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
         "choices": [
             {
                 "index": 0,
                 "message": {"role": "assistant", "content": "Hi! 😀", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": None,
             }
         ],
     }

@@ -28,7 +28,16 @@ async def test_whole_answer() -> None:
     assert body["id"].startswith("cmpl-")
     assert (body["object"], body["model"]) == ("text_completion", MODEL)
     assert body["choices"] == [
-        {"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}
+        {
+            "index": 0,
+            "text": " Paris.",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
+        }
     ]
     assert body["usage"]["prompt_tokens"] == 5
 
@@ -91,8 +100,8 @@ async def test_stream() -> None:
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     for index in (0, 1):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert [choice["text"] for choice in mine] == ["one", " two", ""]
-        assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
+        assert [choice["text"] for choice in mine] == ["one", " two"]
+        assert [choice["finish_reason"] for choice in mine] == [None, "length"]
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 4)
 
 
@@ -106,10 +115,11 @@ async def test_logprobs() -> None:
     assert logprobs["tokens"] == ["one", " two"]
     assert logprobs["text_offset"] == [0, 3]
     assert logprobs["token_logprobs"] == [-0.5, -0.5]
-    assert [sorted(top.values()) for top in logprobs["top_logprobs"]] == [[-1.5, -0.5]] * 2
-    assert bare["choices"][0]["logprobs"]["top_logprobs"] is None
+    # The token itself, which the fake engine counts to none of the likeliest, and two of those.
+    assert [sorted(top.values()) for top in logprobs["top_logprobs"]] == [[-1.5, -0.5, -0.5]] * 2
+    assert bare["choices"][0]["logprobs"]["top_logprobs"] == [{"one": -0.5}, {" two": -0.5}]
     streamed = [event["choices"][0]["logprobs"] for event in events]
-    assert [lists["text_offset"] for lists in streamed if lists] == [[0], [3]]
+    assert [lists["text_offset"] for lists in streamed if lists["tokens"]] == [[0], [3]]
 
 
 async def test_a_shared_beginning_is_tokenized_and_hashed_once() -> None:

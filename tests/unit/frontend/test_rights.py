@@ -71,7 +71,7 @@ async def test_models_of_others_do_not_exist() -> None:
         assert (await door.get("/v1/models/a"))[0] == 404
         _, document = await door.get("/openapi.json")
         schema = document["components"]["schemas"]["ChatRequest"]
-        assert schema["properties"]["model"]["enum"] == ["b"]
+        assert schema["properties"]["model"]["enum"] == ["b", None]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -80,7 +80,7 @@ async def test_the_salt_is_the_principals(path: str) -> None:
     asked = {"prompt": "x " * 40, "messages": [{"role": "user", "content": "x " * 40}]}
     asked.pop("prompt" if "chat" in path else "messages")
     async with door_for(ALICE, dispatcher) as door:
-        for own in (None, "mine", "principal/bob", "", "\x1f"):
+        for own in (None, "mine", "principal/bob", "\x1f"):
             assert (await door.post(path, {**asked, "cache_salt": own}))[0] == 200
         door.session.headers["Authorization"] = "Bearer guest"
         assert (await door.post(path, asked))[0] == 200
@@ -92,14 +92,13 @@ async def test_the_salt_is_the_principals(path: str) -> None:
             "principal/alice",
             "principal/alice\x1fmine",
             "principal/alice\x1fprincipal/bob",
-            "principal/alice\x1f",
             "principal/alice\x1f\x1f",
             "principal/alice",  # shared on purpose
             "principal/small",
         ][: len(dispatcher.requests)]
     )
     hashes = [tuple(found or ()) for found in dispatcher.hashes]
-    assert hashes[0] == hashes[5]
+    assert hashes[0] == hashes[4]
     assert len({*hashes}) == len(hashes) - 1
 
 

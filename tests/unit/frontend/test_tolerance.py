@@ -95,11 +95,8 @@ async def test_tokenize_is_as_tolerant() -> None:
     "asked",
     [
         {"use_beam_search": True},
-        {"return_token_ids": True},
         {"prompt_logprobs": "2"},
-        {"truncate_prompt_tokens": 5},
-        {"documents": [{"text": "x"}]},
-        {"echo": True},
+        {"return_prompt_text": True},
         {"thinking_token_budget": -2},
     ],
     ids="+".join,

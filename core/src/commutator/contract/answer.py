@@ -1,11 +1,11 @@
 """What is answered, in no protocol's words: events, from which a protocol writes its answers.
 
-The events of one answer come in this order: any number of ``Content``, ``ReasoningContent`` and
-calls (``CallStart``, ``CallArguments``, ``CallEnd``), then one ``Finish``. A call without its
-``CallEnd`` is none: the answer reached its limit within it, or it proved malformed, and then its
-text follows as ``Content``. Whole answers leave it out; a stream has shown its beginning already.
-A request with several answers has them interleaved, each with the answer's number; its ``Usage``
-comes at the very end.
+The events of one answer come in this order: ``PromptLogprobs`` where they are asked for, any
+number of ``Content``, ``ReasoningContent`` and calls (``CallStart``, ``CallArguments``,
+``CallEnd``), then one ``Finish``. A call without its ``CallEnd`` is none: the answer reached its
+limit within it, or it proved malformed, and then its text follows as ``Content``. Whole answers
+leave it out; a stream has shown its beginning already. A request with several answers has them
+interleaved, each with the answer's number; its ``Usage`` comes at the very end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "Failure",
     "Finish",
     "FinishKind",
+    "PromptLogprobs",
     "ReasoningContent",
     "Usage",
 ]
@@ -45,6 +46,16 @@ class Content:
     """May be empty where there are only log probabilities."""
     logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
     """(offset in the answer's text, entry) for each token whose text is certain by now."""
+    token_ids: tuple[int, ...] = ()
+    """Where asked for, the tokens of this event and those after it of the same step."""
+
+
+@define
+class PromptLogprobs:
+    """The log probabilities of the answer's prompt."""
+
+    entries: tuple[TokenLogprob, ...]
+    """One for each of its tokens but the first."""
 
 
 @define
@@ -109,7 +120,9 @@ class Usage:
     """Tokens generated before the answers proper."""
 
 
-AnswerEvent = Content | ReasoningContent | CallStart | CallArguments | CallEnd | Finish
+AnswerEvent = (
+    PromptLogprobs | Content | ReasoningContent | CallStart | CallArguments | CallEnd | Finish
+)
 """What one answer consists of."""
 Batch = Sequence[tuple[int, AnswerEvent]]
 """(number of the answer, event), in the order in which they came."""

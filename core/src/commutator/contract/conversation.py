@@ -29,8 +29,9 @@ __all__ = [
     "ToolResult",
 ]
 
-Speaker = Literal["system", "developer", "user", "assistant", "tool"]
-"""Whose turn a message is."""
+Speaker = str
+"""Whose turn a message is: "system", "developer", "user", "assistant", "tool", or another word that
+the model's chat template may know."""
 
 
 @define  # many are made for each request, and a frozen class takes twice as long to fill
@@ -169,6 +170,8 @@ class Generate:
     """As the client named it; None: the only one that it may use."""
     conversation: Conversation | None = None
     """What to answer; None: continue ``prompts``."""
+    further: Sequence[Conversation] = ()
+    """More conversations, each answered as the first one is."""
     prompts: Sequence[str | list[int]] = ()
     """Texts or token ids to continue, each by itself."""
     answers: int = 1
@@ -176,7 +179,7 @@ class Generate:
     stream: bool = False
     """Whether the client wants the answer as it comes."""
     max_tokens: int | None = None
-    """Longest answer in tokens, at least 1."""
+    """Longest answer in tokens; 0: no answer, only what is asked about the prompt."""
     min_tokens: int = 0
     """Nothing ends an answer before this many tokens."""
     temperature: float | None = None
@@ -199,6 +202,12 @@ class Generate:
     """What is added to logits, by token ids in decimal."""
     top_logprobs: int | None = None
     """None: no log probabilities; n: also those of the n likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of prompts, all but the first of each."""
+    token_ids: bool = False
+    """Whether events tell the tokens of answers."""
+    keep_tokens: int | None = None
+    """Prompts are cut to this many tokens: their last, or their first where it is below 0."""
     stop: Sequence[str] = ()
     """Strings that end an answer."""
     stop_token_ids: Sequence[int] = ()

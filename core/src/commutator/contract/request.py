@@ -232,6 +232,10 @@ class GenerateRequest:
     """Names the conversation, so that an engine may keep its KV for the next turn: opaque, unique
     in the deployment, up to ``MAX_SESSION_CHARS``. None: it is not known. An engine may do
     without: the answer is the same."""
+    prompt_logprobs: int | None = None
+    """None: none. 0: the log probability of each token of the prompt, given those before it. n:
+    also those of the n likeliest tokens there. All of the prompt is computed, none of its KV read
+    from caches. A request with a ``generated_prefix`` has none."""
     cache_salt: str | None = None
     """Requests share cached KV blocks only with requests of the same salt."""
     priority: int = 0
@@ -261,7 +265,11 @@ class GenerateRequest:
     def is_plain(self) -> bool:
         """Whether every engine can do what it asks; if not, ``EngineInfo.unmet`` says which can."""
         return (
-            self.constraint is None and self.adapter is None and not self.media and not self.options
+            self.constraint is None
+            and self.adapter is None
+            and not self.media
+            and not self.options
+            and self.prompt_logprobs is None
         )
 
     @property
@@ -272,14 +280,17 @@ class GenerateRequest:
 
 @frozen(kw_only=True)
 class TokenLogprob:
-    """Natural-log probability of one generated token, before temperature and filters."""
+    """Natural-log probability of one token, before temperature and filters."""
 
     token_id: int
-    """The generated token."""
+    """The token."""
     logprob: float
     """Its natural logarithm, 0 or less."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest alternatives as (token id, logprob), best first."""
+    """The likeliest tokens as (token id, logprob), best first; whether the token is among them is
+    left to its probability."""
+    rank: int | None = None
+    """Its place among all tokens, 1 for the likeliest; None: not known."""
 
 
 @frozen(kw_only=True)
@@ -290,6 +301,9 @@ class TokenDelta:
     """The new tokens, possibly none."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry for each of ``token_ids`` where the request wants logprobs, otherwise empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Where the request wants them, on the first delta with a token: one entry for each token of
+    the prompt but the first."""
     finish_reason: FinishReason | None = None
     """Why the answer ended; None on every delta but the last."""
     stop_reason: int | str | None = None

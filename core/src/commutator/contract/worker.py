@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import Factory, frozen
 
@@ -132,6 +132,8 @@ class EngineInfo:
     """Whether it serves requests with an adapter that it has, or can load."""
     media: tuple[str, ...] = ()
     """The kinds of ``MediaIdentity`` that it takes."""
+    prompt_logprobs: bool = False
+    """Whether it supports ``GenerateRequest.prompt_logprobs``."""
     request_options: Mapping[str, RequestOption] = Factory(dict)
     """The ``GenerateRequest.options`` that it takes, by name."""
 
@@ -154,10 +156,17 @@ class EngineInfo:
             return _unsupported(problem, "response_format")
         if adapter is not None and not self.adapters:
             return _unsupported(f"{self.kind} has no adapters, here {adapter}", "model")
-        for one in request.media:
-            if one.kind not in self.media:
-                return _unsupported(f"{self.kind} takes no media of kind {one.kind}", "messages")
-        for name, value in request.options.items():
+        foreign = next((one.kind for one in request.media if one.kind not in self.media), None)
+        if foreign is not None:
+            return _unsupported(f"{self.kind} takes no media of kind {foreign}", "messages")
+        if request.prompt_logprobs is not None and not self.prompt_logprobs:
+            return _unsupported(
+                f"{self.kind} computes no log probabilities of prompts", "prompt_logprobs"
+            )
+        return self._wrong_option(request.options)
+
+    def _wrong_option(self, options: Mapping[str, Any]) -> RequestError | None:
+        for name, value in options.items():
             if (option := self.request_options.get(name)) is None:
                 known = ", ".join(self.request_options) or "none"
                 return _unsupported(f"{self.kind} has no option {name!r:.80}; it has {known}", name)

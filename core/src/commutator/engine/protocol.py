@@ -121,6 +121,10 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
         else (),
         finish_reason=_FINISH_REASONS[finish] if finish is not None else None,
         stop_reason=extras.get("stop"),
+        prompt_logprobs=tuple(
+            TokenLogprob(token_id=token, logprob=logprob, top=tuple((i, p) for i, p in top), rank=r)
+            for token, logprob, top, r in extras.get("prompt_logprobs", ())
+        ),
         cached_tokens=extras.get("cached"),
         error=extras.get("error"),
         handover=extras.get("handover"),
@@ -167,6 +171,10 @@ class Codec:
         extras: dict[str, Any] = {}
         if delta.logprobs:
             extras["logprobs"] = [(lp.token_id, lp.logprob, lp.top) for lp in delta.logprobs]
+        if delta.prompt_logprobs:
+            extras["prompt_logprobs"] = [
+                (lp.token_id, lp.logprob, lp.top, lp.rank) for lp in delta.prompt_logprobs
+            ]
         if delta.finish_reason is not None:
             extras["finish"] = delta.finish_reason.value
         if delta.stop_reason is not None:
@@ -212,7 +220,7 @@ class _Prompt5:
 _SAME = tuple(
     name for name in _Request5.__annotations__ if name not in ("token_ids", "lora_name", "extra")
 )
-_NOT_IN_5 = ("adapter", "constraint", "media", "options")
+_NOT_IN_5 = ("adapter", "constraint", "media", "options", "prompt_logprobs")
 """What an answer would be wrong without; a session is a hint."""
 _FINISHES_NOT_IN_5 = (FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER)
 _decoder_5 = msgspec.msgpack.Decoder(tuple[_Request5, bytes])
@@ -225,7 +233,7 @@ class _Codec5(Codec):
 
     def pack_request(self, request: GenerateRequest) -> bytes:
         for name in _NOT_IN_5:
-            if getattr(request, name):
+            if getattr(request, name) not in (None, (), {}):
                 raise _too_old(name)
         same = {name: getattr(request, name) for name in _SAME}
         return msgspec.msgpack.encode((_Request5(**same), pack_tokens(request.token_ids)))
@@ -356,13 +364,16 @@ def merge(deltas: deque[TokenDelta]) -> TokenDelta:
     last, cached = deltas[-1], None
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
     for delta in deltas:
         token_ids += delta.token_ids
         logprobs += delta.logprobs
+        prompt_logprobs += delta.prompt_logprobs
         cached = delta.cached_tokens if cached is None else cached
     return TokenDelta(
         token_ids=tuple(token_ids),
         logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompt_logprobs),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cached_tokens=cached,

@@ -289,6 +289,8 @@ class Dispatch:
     def _begin(self, request: GenerateRequest, placement: Placement) -> None:
         """Send the request to its worker, after a prefill elsewhere if the policy decides so."""
         routing, pool = self._routing, self._routing.prefill
+        if request.prompt_logprobs is not None:  # the worker computes all of the prompt
+            pool = None
         decision = self._disagg = (
             None if pool is None else pool.decide(self.summary, request, placement)
         )
@@ -376,6 +378,7 @@ class Dispatch:
         return evolve(
             self._request,
             token_ids=[*self._request.token_ids, *self._generated],
+            prompt_logprobs=None,  # they came with the first token
             generated_prefix=self._request.generated_prefix + len(self._generated),
         )
 

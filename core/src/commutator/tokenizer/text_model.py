@@ -389,14 +389,15 @@ class TextModel:
             for token_id, data in enumerate(self._bytes.table)
         )
         """The bytes of every token by id, none of special ones."""
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens: Mapping[str, str] = dict(special_tokens or {})
+        """Names such as `bos_token` to their texts, for the chat template."""
         self._chat_template: ChatTemplate | None = None
         if chat_template is not None:
             self.use_chat_template(chat_template)
 
     def use_chat_template(self, source: str) -> None:
         """Replace the model's own template. Raises ConfigError when its syntax is wrong."""
-        self._chat_template = ChatTemplate(source, self._special_tokens)
+        self._chat_template = ChatTemplate(source, self.special_tokens)
 
     @cached_property
     def fast_tokenizer(self) -> FastTokenizer:

@@ -16,6 +16,7 @@ from commutator.contract.answer import (
     Content,
     Finish,
     FinishKind,
+    PromptLogprobs,
     ReasoningContent,
     Usage,
 )
@@ -57,12 +58,13 @@ Events = list[tuple[int, AnswerEvent]]
 
 def _logprobs_in(batch: Batch) -> int:
     """Alternatives included."""
-    return sum(
-        1 + len(entry.top)
-        for _, event in batch
-        if type(event) is Content
-        for _, entry in event.logprobs
-    )
+    count = 0
+    for _, event in batch:
+        if type(event) is Content:
+            count += sum(1 + len(entry.top) for _, entry in event.logprobs)
+        elif type(event) is PromptLogprobs:
+            count += sum(1 + len(entry.top) for entry in event.entries)
+    return count
 
 
 @define  # made for each request, and a frozen class takes twice as long to fill
@@ -72,10 +74,16 @@ class ChoiceRules:
     stop: tuple[str, ...] = ()
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; the last one is not shown unless ``include_stop``."""
+    stop_ids: frozenset[int] = frozenset()
+    """Those of them that the client named."""
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings are looked for only after this many tokens."""
+    token_ids: bool = False
+    """Whether events tell the answer's tokens."""
+    no_answer: bool = False
+    """Whether the answer is not shown: only the prompt is asked about."""
 
 
 @define  # as above
@@ -97,8 +105,8 @@ class Plan:
     caller: Caller = UNKNOWN_CALLER
     migration_limit: int | None = None
     """How often an answer may change its worker; None leaves it to the configuration."""
-    parser: Callable[[], AnswerParser] | None = None
-    """Makes what reads one answer, already begun; None: an answer is text."""
+    parser: Callable[[], AnswerParser | None] | None = None
+    """Makes what reads each answer in turn, already begun; None: an answer is text."""
     forced: str | None = None
     """The mode of a tool choice, "required" or "named", that the constraint of the requests is for;
     None: it is the client's own, or there is none."""
@@ -114,13 +122,16 @@ class Choice:
         *,
         number: int = 0,
         wants_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
         parser: AnswerParser | None = None,
     ) -> None:
+        """``prompt_logprobs`` is the number of them that the worker has to send, if any."""
         self._number = number
         self._parser = parser
         self.finished = False
         self._rules = rules
         self._wants_logprobs = wants_logprobs
+        self._prompt_logprobs = prompt_logprobs
         skip = rules.skip_special_tokens and parser is None  # markers are special tokens
         self._detokenizer = model.detokenizer(skip_special_tokens=skip)
         self._specials = {} if parser is None else model.special_texts
@@ -131,7 +142,12 @@ class Choice:
         self._matcher: StopMatcher | None = None
         if rules.stop:
             self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
-        self._plain = not rules.stop and parser is None
+        self._plain = (
+            not rules.stop
+            and parser is None
+            and not (rules.token_ids or rules.no_answer)
+            and prompt_logprobs is None
+        )
         self._decoded = 0
         """Characters decoded, including those that the matcher holds back."""
         self._sent = 0
@@ -146,6 +162,8 @@ class Choice:
         """
         if self._wants_logprobs and delta.token_ids and not self.generated_tokens:
             _require_logprobs(delta)
+        if self._prompt_logprobs is not None and delta.token_ids:
+            return self._with_prompt(delta)
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if self._plain and delta.finish_reason is None and not delta.logprobs:
@@ -157,7 +175,20 @@ class Choice:
             return [(self._number, Content(text))]
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise EngineError(delta.error or "the worker aborted the request")
+        if self._rules.no_answer:
+            self.finished = True
+            return [(self._number, Finish("length"))]
         self._marks.clear()
+        events = self._read(delta)
+        if self._rules.token_ids and delta.token_ids:
+            first = events[0][1] if events else None
+            if type(first) is Content:
+                first.token_ids = delta.token_ids
+            else:
+                events.insert(0, (self._number, Content("", (), delta.token_ids)))
+        return events
+
+    def _read(self, delta: TokenDelta) -> Events:
         start = self._decoded
         text = self._text(self._shown(delta), delta.logprobs)
         self.generated_tokens += len(delta.token_ids)
@@ -175,6 +206,16 @@ class Choice:
             events.append((self._number, Finish(finish, self._stop(delta.stop_reason))))
         return events
 
+    def _with_prompt(self, delta: TokenDelta) -> Events:
+        """What the delta adds that has the log probabilities of the prompt."""
+        wanted, self._prompt_logprobs = self._prompt_logprobs, None
+        if len(delta.prompt_logprobs) != wanted:
+            raise EngineError(
+                f"the worker sent {len(delta.prompt_logprobs)} log probabilities of a prompt, "
+                f"expected {wanted}"
+            )
+        return [(self._number, PromptLogprobs(delta.prompt_logprobs)), *self.push(delta)]
+
     def _ending(self, reason: FinishReason | None) -> tuple[str, FinishKind | None]:
         """What the matcher held back of an answer that ends for ``reason``, and why it ends."""
         finish, matcher = None if reason is None else _FINISHES[reason], self._matcher
@@ -189,7 +230,8 @@ class Choice:
         """What of the request ended the answer; None where the model did."""
         if self._matcher is not None and self._matcher.matched is not None:
             return self._matcher.matched
-        return None if stop_reason in self._rules.end_ids else stop_reason
+        known = isinstance(stop_reason, str) or stop_reason in self._rules.stop_ids
+        return stop_reason if known else None
 
     def _parsed(self, parser: AnswerParser, text: str, start: int, delta: TokenDelta) -> Events:
         """The events of ``text``, which begins at ``start``.
@@ -359,16 +401,19 @@ class Generation:
         self._plan = plan
         self._metrics = metrics
         self._held = HeldLogprobs(logprobs)
-        self.wants_logprobs = plan.requests[0].sampling.top_logprobs is not None
+        wants = plan.requests[0].sampling.top_logprobs is not None
+        of_prompt = plan.requests[0].prompt_logprobs is not None
+        self.wants_logprobs = wants or of_prompt
         self.choices = [
             Choice(
                 plan.text,
                 plan.rules,
                 number=number,
-                wants_logprobs=self.wants_logprobs,
+                wants_logprobs=wants,
+                prompt_logprobs=len(request.token_ids) - 1 if of_prompt else None,
                 parser=None if plan.parser is None else plan.parser(),
             )
-            for number in range(len(plan.requests))
+            for number, request in enumerate(plan.requests)
         ]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatch] = []

@@ -38,6 +38,7 @@ _MAX_STOP_CHARACTERS = 512
 _MAX_ECHOED_CHARACTERS = 4 << 20
 _MAX_CONSTRAINT_CHARACTERS = 128 << 10
 _MAX_VARIABLES = 64
+_SHOWN_KEYS = 8
 _MAX_VARIABLES_CHARACTERS = 256 << 10
 
 
@@ -63,7 +64,38 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     salt = salted(target.principal, asked.cache_salt)
     if asked.conversation is None:
         return await _plan_prompts(asked, target, salt)
-    conversation, limit = asked.conversation, target.max_model_len
+    conversations = [asked.conversation, *asked.further]
+    _check_answers(asked.answers, len(conversations))
+    check_answers(target.principal, asked.answers * len(conversations))
+    plans = [await _plan_conversation(asked, one, target, salt) for one in conversations]
+    return plans[0] if len(plans) == 1 else _joined(plans, target.request_id)
+
+
+def _joined(plans: Sequence[Plan], request_id: str) -> Plan:
+    """The plans of several conversations as one."""
+    makers = iter([plan.parser for plan in plans for _ in plan.requests])
+
+    def parser() -> AnswerParser | None:
+        make = next(makers)
+        return None if make is None else make()
+
+    requests = [request for plan in plans for request in plan.requests]
+    return evolve(
+        plans[0],
+        requests=tuple(
+            evolve(request, request_id=_own_id(request_id, number, len(requests)))
+            for number, request in enumerate(requests)
+        ),
+        sequence_hashes=tuple(hashes for plan in plans for hashes in plan.sequence_hashes),
+        prompt_tokens=sum(plan.prompt_tokens for plan in plans),
+        parser=parser,
+    )
+
+
+async def _plan_conversation(
+    asked: Generate, conversation: Conversation, target: Target, salt: str | None
+) -> Plan:
+    limit = None if asked.keep_tokens else target.max_model_len
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
     forced = _forced_calls(target.parser, conversation, rendered)
@@ -92,15 +124,17 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
 async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Plan:
     _check_constraint(asked, "constraint")
     _check_answers(asked.answers, len(asked.prompts))
-    limit = target.max_model_len
+    limit = None if asked.keep_tokens else target.max_model_len
     check_answers(target.principal, asked.answers * len(asked.prompts))
     prompts = await target.prompts.completion(asked.prompts, salt=salt, max_tokens=limit)
     plan = _plan(asked, target, salt, prompts)
     if not asked.echo:
         return plan
     texts = [
-        given if isinstance(given, str) else await target.prompts.decode(given)
-        for given in asked.prompts
+        given
+        if isinstance(given, str) and not asked.keep_tokens
+        else await target.prompts.decode(request.token_ids)
+        for given, request in zip(asked.prompts, plan.requests[:: asked.answers], strict=True)
     ]
     characters = asked.answers * sum(map(len, texts))
     if characters > _MAX_ECHOED_CHARACTERS:
@@ -175,7 +209,7 @@ def _plan(
     priority = allowed_priority(target.principal, asked.priority)
     requests: list[GenerateRequest] = []
     prompt_tokens = 0
-    for prompt in prompts:
+    for prompt in (_kept(prompt, asked.keep_tokens) for prompt in prompts):
         tokens = len(prompt.token_ids)
         prompt_tokens += tokens
         max_tokens = _max_tokens(asked, tokens, target)
@@ -194,10 +228,15 @@ def _plan(
                     retention=retention,
                     session=target.caller.session_id or None,
                     constraint=asked.constraint,
+                    prompt_logprobs=asked.prompt_logprobs,
                     options=asked.engine_options,
                 )
             )
-    hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
+    hashes = tuple(
+        None if asked.keep_tokens else prompt.sequence_hashes
+        for prompt in prompts
+        for _ in range(answers)
+    )
     return Plan(
         target.model,
         target.text,
@@ -210,6 +249,13 @@ def _plan(
         migration_limit=asked.migration_limit,
         parser=parser,
     )
+
+
+def _kept(prompt: PromptTokens, keep: int | None) -> PromptTokens:
+    if keep is None or len(prompt.token_ids) <= abs(keep):
+        return prompt
+    tokens = prompt.token_ids[-keep:] if keep > 0 else prompt.token_ids[:-keep]
+    return PromptTokens(tokens, None, 0)
 
 
 def _check_answers(answers: int, prompts: int) -> None:
@@ -359,6 +405,8 @@ def _max_tokens(asked: Generate, prompt_tokens: int, target: Target) -> int:
             asked.param("messages" if is_chat else "prompt"),
             "context_length_exceeded",
         )
+    if asked.max_tokens == 0:
+        return 1  # an engine answers with one token at least; it is not shown
     if asked.max_tokens is None:
         most = target.text.defaults.max_tokens if is_chat else _COMPLETION_MAX_TOKENS
         return left if most is None else min(left, max(most, asked.min_tokens))
@@ -389,9 +437,12 @@ def _choice_rules(asked: Generate, model: TextModel) -> ChoiceRules:
         end_ids=model.eos_ids.union(asked.stop_token_ids)
         if asked.stop_token_ids
         else model.eos_ids,
+        stop_ids=frozenset(asked.stop_token_ids),
         include_stop=asked.include_stop,
         skip_special_tokens=asked.skip_special_tokens,
         min_tokens=asked.min_tokens,
+        token_ids=asked.token_ids,
+        no_answer=asked.max_tokens == 0,
     )
 
 
@@ -436,13 +487,14 @@ def _in_order(ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    by_id = {}
-    for key, bias in biases.items():
-        token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1  # noqa: PLR2004
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"logit_bias: expected token ids below {vocab_size} as keys, got {key[:40]!r}",
-                "logit_bias",
-            )
-        by_id[token_id] = bias
-    return by_id
+    ids = {
+        key: int(key) if key.isascii() and key.isdigit() and len(key) < 10 else vocab_size  # noqa: PLR2004
+        for key in biases
+    }
+    if wrong := [key[:40] for key, token_id in ids.items() if token_id >= vocab_size]:
+        raise RequestError(
+            f"logit_bias: expected token ids below {vocab_size} as keys, got "
+            f"{', '.join(map(repr, wrong[:_SHOWN_KEYS]))}",
+            "logit_bias",
+        )
+    return {ids[key]: bias for key, bias in biases.items()}

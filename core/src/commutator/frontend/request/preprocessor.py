@@ -225,7 +225,10 @@ class Preprocessor:
         """What a client sent as tokens."""
         size, packed = self._model.vocab_size, array("I")
         if (largest := max(token_ids, default=0)) >= size:
-            raise RequestError(f"prompt: expected token ids below {size}, got {largest}", "prompt")
+            raise RequestError(
+                f"prompt: token id {largest} is out of vocabulary: expected ids below {size}",
+                "prompt",
+            )
         try:
             packed.fromlist(token_ids)
         except OverflowError as error:

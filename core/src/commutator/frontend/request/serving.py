@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 
-from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
+from commutator.contract.answer import AnswerWriter, Batch, Content, Finish, PromptLogprobs
 from commutator.contract.conversation import Generate
 from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
@@ -171,6 +171,8 @@ def _takes_long(batch: Batch) -> bool:
     for _, event in batch:
         if type(event) is Content and event.logprobs:
             count += len(event.logprobs)
+        elif type(event) is PromptLogprobs:
+            count += len(event.entries)
     return count > _INLINE_LOGPROBS
 
 

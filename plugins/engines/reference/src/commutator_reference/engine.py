@@ -32,8 +32,15 @@ from commutator_reference.block_pool import ANONYMOUS, BlockPool
 from commutator_reference.constraints import Grammars, Matcher
 from commutator_reference.handover import Handover, TransferParams
 from commutator_reference.model import Abandoned, LlamaModel, build_batch
-from commutator_reference.sampler import Decode, Sampled, find_stop, sample, validate_request
-from commutator_reference.scheduler import Scheduler, Sequence, Step
+from commutator_reference.sampler import (
+    Decode,
+    Sampled,
+    find_stop,
+    prompt_logprobs,
+    sample,
+    validate_request,
+)
+from commutator_reference.scheduler import Chunk, Scheduler, Sequence, Step
 from commutator_reference.tiering import Tiering
 
 __all__ = ["Deltas", "EngineOptions", "ReferenceEngine"]
@@ -69,8 +76,9 @@ class ReferenceEngine:
 
     ``submit``, ``abort``, ``load`` and ``reset_prefix_cache`` may be called from any thread;
     ``step`` and ``run`` from one. ``decode`` returns the text in which stop strings are searched,
-    ``grammars`` what compiles constraints. ``on_kv_events`` is called by that thread, once a step,
-    with the blocks that the prefix cache stored and removed.
+    ``encode`` the tokens of words that must not be generated, ``grammars`` what compiles
+    constraints. ``on_kv_events`` is called by that thread, once a step, with the blocks that the
+    prefix cache stored and removed.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class ReferenceEngine:
         options: EngineOptions,
         *,
         decode: Decode | None = None,
+        encode: Callable[[str], Many[int]] | None = None,
         grammars: Grammars | None = None,
         on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
     ) -> None:
@@ -89,6 +98,7 @@ class ReferenceEngine:
         self._model = model
         self._options = options
         self._decode = decode
+        self._encode = encode
         self._grammars = grammars
         self._on_kv_events = on_kv_events
         self.arena = KVArena(
@@ -164,6 +174,7 @@ class ReferenceEngine:
                 raise RequestError("this worker hands no KV over", "handover")
             params = parse_transfer_params(request, self._options.block_size)
         matcher = None if request.constraint is None else self._matcher(request, request.constraint)
+        bad_words = self._bad_words(request)
         limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
@@ -174,7 +185,7 @@ class ReferenceEngine:
                 )
             self._live.add(key)
             self._pending[key] = request
-            self._inbox.append(lambda: self._admit(key, request, params, matcher))
+            self._inbox.append(lambda: self._admit(key, request, params, matcher, bad_words))
             self._changed.notify()
 
     def _matcher(self, request: GenerateRequest, constraint: Constraint) -> Matcher:
@@ -183,6 +194,18 @@ class ReferenceEngine:
             raise RequestError("the reference engine enforces no constraints here", "constraint")
         done = len(request.token_ids) - request.generated_prefix
         return self._grammars.matcher(constraint, request.token_ids[done:])
+
+    def _bad_words(self, request: GenerateRequest) -> list[Many[int]]:
+        """Their tokens, at the beginning of a text and after a space."""
+        words = request.options.get("bad_words", ())
+        if not words:
+            return []
+        if self._encode is None:
+            raise RequestError(
+                "bad_words: this engine was started without a tokenizer", "bad_words"
+            )
+        spelled = [self._encode(form) for word in words for form in (word, f" {word.lstrip()}")]
+        return [tokens for tokens in spelled if tokens]
 
     def abort(self, key: int) -> None:
         """Stop a request and free its blocks before the next step. No effect if unknown."""
@@ -274,6 +297,7 @@ class ReferenceEngine:
         request: GenerateRequest,
         params: TransferParams | None,
         matcher: Matcher | None,
+        bad_words: Many[Many[int]],
     ) -> None:
         if self._pending.get(key) is not request:  # aborted before it was admitted
             if self._handover is not None and params is not None:
@@ -284,6 +308,7 @@ class ReferenceEngine:
         seed = secrets.randbits(62) if seed is None else seed
         sequence = Sequence.start(key, request, self._arrivals, seed, self._identity)
         sequence.matcher = matcher
+        sequence.bad_words = bad_words
         self._arrivals += 1
         if self._handover is not None and params is not None:
             problem = self._handover.begin(sequence, params)
@@ -350,12 +375,28 @@ class ReferenceEngine:
         batch = build_batch(step.chunks, self.arena, self._model.dtype)
         keys = [chunk.key for chunk in step.chunks]
         logits = self._model.forward(
-            batch, self.arena, wanted=lambda: any(key in self._live for key in keys)
+            batch,
+            self.arena,
+            wanted=lambda: any(key in self._live for key in keys),
+            score=self._score,
         )
         sequences = [self._sequence(key) for key in batch.sample_keys]
         chosen = sample(logits, sequences, self._model.config.eos_token_ids) if sequences else []
         self.arena.settle()  # tiers and other workers may read the step's blocks from now on
         return list(zip(batch.sample_keys, chosen, strict=True))
+
+    def _score(self, chunk: Chunk, first: int, logits: torch.Tensor) -> None:
+        """Keep the log probabilities of the tokens after those of these logits."""
+        sequence = self._sequence(chunk.key)
+        start = chunk.start + first
+        following = sequence.tokens[
+            start + 1 : min(start + 1 + len(logits), sequence.prompt_length)
+        ]
+        # A request that lost its blocks computes its prompt again.
+        del sequence.prompt_logprobs[start:]
+        if following:
+            top = sequence.request.prompt_logprobs or 0
+            sequence.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, top)
 
     def _append(self, key: int, sampled: Sampled) -> Deltas:
         sequence = self._sequence(key)
@@ -371,6 +412,7 @@ class ReferenceEngine:
         delta = TokenDelta(
             token_ids=(sampled.token_id,),
             logprobs=() if sampled.logprob is None else (sampled.logprob,),
+            prompt_logprobs=() if sequence.started else tuple(sequence.prompt_logprobs),
             cached_tokens=None if sequence.started else sequence.cached_tokens,
         )
         sequence.started = True

@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 
+_SCORED_ROWS = 64
+"""Logits of this many tokens of a prompt exist at the same time."""
 _SHORT_BLOCKS = 8
 """Sequences of at most this many blocks form one group, whatever their length."""
 
@@ -82,6 +84,8 @@ class Batch:
     sample_rows: Tensor
     sample_keys: tuple[int, ...]
     """Which request each of ``sample_rows`` belongs to."""
+    scored: tuple[tuple[Chunk, slice], ...] = ()
+    """The chunks that score their prompt, and the rows of their tokens."""
 
 
 def build_batch(chunks: Sequence[Chunk], arena: KVArena, dtype: torch.dtype) -> Batch:
@@ -104,8 +108,11 @@ def build_batch(chunks: Sequence[Chunk], arena: KVArena, dtype: torch.dtype) -> 
         first += len(chunk.token_ids)
 
     last_row, sample_rows = -1, []
+    scored: list[tuple[Chunk, slice]] = []
     for chunk in ordered:
         last_row += len(chunk.token_ids)
+        if chunk.scores:
+            scored.append((chunk, slice(last_row + 1 - len(chunk.token_ids), last_row + 1)))
         if chunk.samples:
             sample_rows.append(last_row)
     return Batch(
@@ -117,6 +124,7 @@ def build_batch(chunks: Sequence[Chunk], arena: KVArena, dtype: torch.dtype) -> 
         prefills=tuple(prefills),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),
         sample_keys=tuple(chunk.key for chunk in ordered if chunk.samples),
+        scored=tuple(scored),
     )
 
 
@@ -230,11 +238,17 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, arena: KVArena, wanted: Callable[[], bool] = lambda: True
+        self,
+        batch: Batch,
+        arena: KVArena,
+        wanted: Callable[[], bool] = lambda: True,
+        score: Callable[[Chunk, int, Tensor], None] | None = None,
     ) -> Tensor:
         """Logits [sampled rows, vocabulary], float32; the KV of every token goes to the arena.
 
-        ``wanted`` is called before each layer. Raises Abandoned once it returns False.
+        ``wanted`` is called before each layer. Raises Abandoned once it returns False. ``score``
+        gets the logits of chunks that score their prompt, some rows at a time, with the number of
+        the first of them in its chunk.
         """
         x = embedding(batch.token_ids, self._weights.embedding)
         tables = rope_tables(self._rope_frequencies, batch.positions, self.dtype)
@@ -242,9 +256,16 @@ class LlamaModel:
             if not wanted():
                 raise Abandoned
             layer(x, batch, arena, tables)
-        sampled = x.index_select(0, batch.sample_rows)
+        for chunk, rows in batch.scored:
+            assert score is not None
+            for first in range(rows.start, rows.stop, _SCORED_ROWS):
+                some = x[first : min(first + _SCORED_ROWS, rows.stop)]
+                score(chunk, first - rows.start, self._logits(some))
+        return self._logits(x.index_select(0, batch.sample_rows))
+
+    def _logits(self, rows: Tensor) -> Tensor:
         norm = self._weights.norm
-        normed = rms_norm(sampled, norm.shape, norm, self.config.norm_epsilon)
+        normed = rms_norm(rows, norm.shape, norm, self.config.norm_epsilon)
         return self._weights.output(normed).float()
 
 

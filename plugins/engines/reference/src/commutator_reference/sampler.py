@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from hashlib import blake2b
 
@@ -11,19 +11,29 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from commutator import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+from commutator import (
+    FinishReason,
+    GenerateRequest,
+    OptionType,
+    RequestOption,
+    SamplingParams,
+    TokenLogprob,
+)
 from commutator.errors import RequestError
 from commutator_reference.scheduler import Sequence
 
 __all__ = [
+    "OPTIONS",
     "Decode",
     "Sampled",
     "Stop",
     "adjust",
     "find_stop",
+    "forbid",
     "is_adjusted",
     "keep_likeliest",
     "keep_top_p",
+    "prompt_logprobs",
     "sample",
     "uniform",
     "validate_request",
@@ -35,6 +45,7 @@ Decode = Callable[[Many[int]], str]
 _SPARE_TOKENS = 8
 """Tokens decoded beyond a stop string's length, because some tokens add no text."""
 
+_MOST_PROMPT_LOGPROBS = 1024
 _TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are tried before the whole vocabulary is sorted."""
 
@@ -60,6 +71,8 @@ def validate_request(
         "prompt": tokens,
         "logit_bias": sampling.logit_bias,
         "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": request.options.get("allowed_token_ids", ()),
+        "logprob_token_ids": request.options.get("logprob_token_ids", ()),
     }
     for param, values in ids.items():
         # A model has no row for other ids, and indexing one would fail the whole batch.
@@ -97,9 +110,34 @@ def _sampling_rules(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple
     yield "stop", "" not in s.stop, "strings that are not empty"
 
 
+OPTIONS: Mapping[str, RequestOption] = {
+    "bad_words": RequestOption(
+        type=OptionType.STRINGS, description="Words that must not be generated."
+    ),
+    "allowed_token_ids": RequestOption(
+        type=OptionType.INTEGERS,
+        minimum=0,
+        most=1 << 20,
+        description="The only tokens that may be generated.",
+    ),
+    "logprob_token_ids": RequestOption(
+        type=OptionType.INTEGERS,
+        minimum=0,
+        most=128,
+        description="Tokens whose log probabilities are returned instead of the likeliest ones.",
+    ),
+}
+"""What requests may ask of this engine beside what every engine does."""
+
+
 def _unsupported(request: GenerateRequest, *, can_decode: bool) -> Iterator[tuple[str, str]]:
     if request.sampling.stop and not can_decode:
         yield "stop", "was started without a tokenizer, which stop strings need; use stop_token_ids"
+    if request.prompt_logprobs is not None and request.handover is not None:
+        yield "prompt_logprobs", "computes none of a prompt that it hands over or is handed over"
+    top = request.prompt_logprobs
+    if top is not None and not 0 <= top <= _MOST_PROMPT_LOGPROBS:
+        yield "prompt_logprobs", f"takes 0 to {_MOST_PROMPT_LOGPROBS} of them at each place"
     if request.data_parallel_rank not in {None, 0}:
         yield "data_parallel_rank", f"has rank 0 only, not {request.data_parallel_rank}"
 
@@ -220,6 +258,7 @@ def _takes_likeliest(sequence: Sequence) -> bool:
     return (
         params.temperature < _GREEDY_BELOW
         and params.top_logprobs is None
+        and not sequence.request.options
         and not is_adjusted(params, sequence.output_length)
         and sequence.matcher is None
     )
@@ -230,12 +269,69 @@ def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[in
     if is_adjusted(params, sequence.output_length):
         stops = _stop_ids(params, eos_token_ids)
         logits = adjust(logits, params, sequence.tokens, sequence.prompt_length, stops)
+    options = sequence.request.options
+    if allowed := options.get("allowed_token_ids"):
+        logits = _only(logits, allowed)
+    if sequence.bad_words:
+        logits = forbid(logits, sequence.bad_words, sequence.tokens[sequence.prompt_length :])
     if sequence.matcher is not None:
         logits = sequence.matcher.allow(logits, raw)
     token_id = _choose(logits, params, sequence.seed, len(sequence.tokens))
     if params.top_logprobs is None:
         return Sampled(token_id)
+    if named := options.get("logprob_token_ids"):
+        return Sampled(token_id, _named_logprobs(raw, token_id, named))
     return Sampled(token_id, _logprob(raw, token_id, params.top_logprobs))
+
+
+def _only(logits: Tensor, allowed: Many[int]) -> Tensor:
+    ids = torch.tensor(allowed, device=logits.device)
+    return torch.full_like(logits, -torch.inf).index_copy_(0, ids, logits[ids])
+
+
+def forbid(logits: Tensor, words: Many[Many[int]], output: Many[int]) -> Tensor:
+    """``logits`` without the tokens that would complete one of ``words``."""
+    last = [
+        word[-1] for word in words if len(word) == 1 or [*output[1 - len(word) :]] == [*word[:-1]]
+    ]
+    if not last:
+        return logits
+    logits = logits.clone()
+    logits[last] = -torch.inf
+    return logits
+
+
+def prompt_logprobs(logits: Tensor, token_ids: Many[int], top: int) -> list[TokenLogprob]:
+    """Those of ``token_ids``, each by its row of ``logits`` [tokens, vocabulary]."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    ids = torch.tensor(token_ids, device=logits.device)[:, None]
+    chosen = logprobs.gather(1, ids)
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    best = logprobs.topk(top)
+    rows = zip(
+        token_ids,
+        chosen[:, 0].tolist(),
+        ranks.tolist(),
+        best.indices.tolist(),
+        best.values.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprob(
+            token_id=token_id,
+            logprob=logprob,
+            top=tuple(zip(indices, values, strict=True)),
+            rank=rank,
+        )
+        for token_id, logprob, rank, indices, values in rows
+    ]
+
+
+def _named_logprobs(logits: Tensor, token_id: int, named: Many[int]) -> TokenLogprob:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    known = {one: float(logprobs[one]) for one in named}
+    best = tuple(sorted(known.items(), key=lambda entry: -entry[1]))
+    return TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id]), top=best)
 
 
 def _choose(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:

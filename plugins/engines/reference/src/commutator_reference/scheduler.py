@@ -13,7 +13,7 @@ from typing import Protocol
 
 from attrs import define, evolve, field, frozen
 
-from commutator import GenerateRequest, RetentionHints
+from commutator import GenerateRequest, RetentionHints, TokenLogprob
 from commutator.contract.block import CacheIdentity, retention_hints
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 from commutator_reference.constraints import Matcher
@@ -65,6 +65,10 @@ class Sequence:
     """What has a part in this request, in the order in which it is asked."""
     matcher: Matcher | None = None
     """What the answer follows, at its newest token."""
+    bad_words: Many[Many[int]] = ()
+    """The tokens of each word that must not be generated."""
+    prompt_logprobs: list[TokenLogprob] = field(factory=list)
+    """Those that are wanted, as far as they were computed."""
 
     @classmethod
     def start(
@@ -122,8 +126,11 @@ class Sequence:
     def reusable(self, block_size: int) -> list[BlockIdentity]:
         """Identities of the full blocks that need not be computed if they are cached somewhere.
 
-        The last token is always computed: the next one is sampled from its logits.
+        The last token is always computed: the next one is sampled from its logits. Where log
+        probabilities of the prompt are wanted, all of it is.
         """
+        if self.request.prompt_logprobs is not None and not self.output_length:
+            return []
         count = (len(self.tokens) - 1) // block_size
         if count > len(self.identities):
             self.identity(count - 1, block_size)
@@ -142,6 +149,8 @@ class Chunk:
     """Blocks of the sequence, in order; block i holds positions [i * size, (i + 1) * size)."""
     samples: bool
     """Whether the sequence ends here, so that its next token is to be chosen."""
+    scores: bool = False
+    """Whether log probabilities of the prompt are wanted."""
 
     @property
     def end(self) -> int:
@@ -359,6 +368,7 @@ class Scheduler:
             sequence.computed,
             tuple(sequence.blocks),
             samples=end == len(sequence.tokens),
+            scores=sequence.request.prompt_logprobs is not None and not sequence.output_length,
         )
 
 

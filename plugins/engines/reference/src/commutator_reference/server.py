@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import uuid
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -24,6 +25,7 @@ from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.handover import Handover
 from commutator_reference.model import load_model
 from commutator_reference.preflight import missing_for_handover
+from commutator_reference.sampler import OPTIONS
 from commutator_reference.weights import cache_identity
 
 __all__ = ["ReferenceServer"]
@@ -73,6 +75,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
                 prefix_caching=config.prefix_caching,
             ),
             decode=text.decode,
+            encode=partial(text.encode, add_special_tokens=False),
             grammars=self._constraints,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
@@ -117,6 +120,8 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             continues_answers=True,
             continues_constraints=True,
             constraints=KINDS,
+            prompt_logprobs=True,
+            request_options=OPTIONS,
             kv_exchange=None if self._connector is None else self._connector.exchange,
         )
         self._stopping = threading.Event()

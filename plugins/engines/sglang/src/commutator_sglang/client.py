@@ -129,7 +129,7 @@ class _Generation:
         asked = request.sampling
         # With ignore_eos SGLang ignores stop tokens, too.
         cut_after = frozenset(asked.stop_token_ids) if asked.ignore_eos else ()
-        self._reader = DeltaReader(asked.top_logprobs, cut_after)
+        self._reader = DeltaReader(asked.top_logprobs, cut_after, request.prompt_logprobs)
         self._aborted = False
 
     async def run(self) -> None:

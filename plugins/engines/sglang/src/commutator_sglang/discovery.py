@@ -62,6 +62,7 @@ def engine_info(
         forwards=True,
         constraints=CONSTRAINTS,
         adapters=True,
+        prompt_logprobs=server.disaggregation_mode == "null",
         request_options=_OPTIONS,
         handover=_handover(url, server, model.served_model_name),
         computes_prompts=server.disaggregation_mode != "decode",

@@ -65,6 +65,8 @@ class MetaInfo(msgspec.Struct):
     finish_reason: FinishedBecause | None = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
+    input_token_logprobs: list[Logprob] | None = None
+    input_top_logprobs: list[list[Logprob] | None] | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -173,6 +175,9 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
     if asked.top_logprobs is not None:
         body["return_logprob"] = True
         body["top_logprobs_num"] = asked.top_logprobs
+    if request.prompt_logprobs is not None:
+        body["return_logprob"], body["logprob_start_len"] = True, 0
+        body["top_logprobs_num"] = max(request.prompt_logprobs, asked.top_logprobs or 0)
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
     if request.adapter is not None:
@@ -226,9 +231,15 @@ class DeltaReader:
     The token count in the chunk tells which of them are new.
     """
 
-    def __init__(self, top_logprobs: int | None, cut_after: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        top_logprobs: int | None,
+        cut_after: Collection[int] = (),
+        prompt_logprobs: int | None = None,
+    ) -> None:
         """``cut_after``: tokens that end the answer here, but not at the server."""
         self._top = top_logprobs
+        self._prompt_top = prompt_logprobs
         self._cut_after = cut_after
         self._events = JsonEvents("SGLang", _decoder)
         self._tokens = 0
@@ -265,6 +276,7 @@ class DeltaReader:
         if new <= 0 and why is None:
             return
         token_ids = tuple(chunk.output_ids[-new:]) if new > 0 else ()
+        prompt = () if self.begun or not token_ids else self._prompt_logprobs(meta)
         self._tokens += len(token_ids)
         cached = None if self._has_cached else meta.cached_tokens
         self._has_cached |= cached is not None
@@ -272,6 +284,7 @@ class DeltaReader:
         delta = TokenDelta(
             token_ids=token_ids,
             logprobs=self._logprobs(meta, len(token_ids)),
+            prompt_logprobs=prompt,
             finish_reason=None if why is None else finish_reason_named(why.type),
             stop_reason=None if why is None else _stopped_by(why),
             cached_tokens=cached,
@@ -292,6 +305,15 @@ class DeltaReader:
                 )
         return delta
 
+    def _prompt_logprobs(self, meta: MetaInfo) -> tuple[TokenLogprob, ...]:
+        """Those of all tokens of the prompt but the first, of which nothing is known."""
+        top = self._prompt_top
+        if top is None:
+            return ()
+        chosen = (meta.input_token_logprobs or [])[1:]
+        tops = (meta.input_top_logprobs or [])[1:] or [None] * len(chosen)
+        return tuple(_entry(*pair, top) for pair in zip(chosen, tops, strict=True))
+
     def _logprobs(self, meta: MetaInfo, count: int) -> tuple[TokenLogprob, ...]:
         if self._top is None or not count:
             return ()
@@ -299,14 +321,16 @@ class DeltaReader:
         tops = (meta.output_top_logprobs or [None] * count)[-count:]
         if len(chosen) != count or len(tops) != count:
             raise EngineError(f"SGLang sent {len(chosen)} logprobs for {count} tokens")
-        return tuple(
-            TokenLogprob(
-                token_id=token,
-                logprob=_value(value),
-                top=likeliest(((token, _value(value)) for value, token, _ in top or ()), self._top),
-            )
-            for (value, token, _), top in zip(chosen, tops, strict=True)
-        )
+        return tuple(_entry(*pair, self._top) for pair in zip(chosen, tops, strict=True))
+
+
+def _entry(chosen: Logprob, top: list[Logprob] | None, most: int) -> TokenLogprob:
+    value, token_id, _ = chosen
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=_value(value),
+        top=likeliest(((one, _value(value)) for value, one, _ in top or ()), most),
+    )
 
 
 def _stopped_by(why: FinishedBecause) -> int | str | None:

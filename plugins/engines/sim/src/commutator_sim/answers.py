@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import filterfalse, islice
+from math import log
 
 from attrs import frozen
 
-from commutator import FinishReason, GenerateRequest, SamplingParams
+from commutator import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
 from commutator.errors import RequestError
 from commutator.tokenizer import TextModel
 from commutator_sim.config import ScriptedAnswer
 
-__all__ = ["Answer", "Script", "plan_answer", "refuse_what_needs_a_model"]
+__all__ = ["Answer", "Script", "logprobs_of", "plan_answer", "refuse_what_needs_a_model"]
+
+_LN2 = log(2)
 
 
 @frozen
@@ -30,7 +33,6 @@ def refuse_what_needs_a_model(request: GenerateRequest) -> None:
     Temperature and the like are accepted: they choose among likely tokens, and here is only one.
     """
     asked = {
-        "logprobs": request.sampling.top_logprobs is not None,
         "logit_bias": bool(request.sampling.logit_bias),
         f"data parallel rank {request.data_parallel_rank}": bool(request.data_parallel_rank),
     }
@@ -40,6 +42,30 @@ def refuse_what_needs_a_model(request: GenerateRequest) -> None:
                 f"the sim engine computes no model, so it cannot give {what}; "
                 "leave that out, or ask a worker of another engine"
             )
+
+
+def logprobs_of(
+    token_ids: Sequence[int], top: int, text: TextModel | None
+) -> tuple[TokenLogprob, ...]:
+    """The same for a token wherever it stands.
+
+    It has half of all, and each of the ids after it half of what the one before has. Without
+    ``text`` the size of the vocabulary is not known, and ids go on.
+    """
+    size = None if text is None else text.vocab_size
+    most = top if size is None else min(top, size)
+    return tuple(
+        TokenLogprob(
+            token_id=token_id,
+            logprob=-_LN2,
+            top=tuple(
+                (token_id + step if size is None else (token_id + step) % size, -_LN2 * (step + 1))
+                for step in range(most)
+            ),
+            rank=1,
+        )
+        for token_id in token_ids
+    )
 
 
 def plan_answer(

@@ -25,7 +25,13 @@ from commutator_engine_kit.kv.transfer import (
     PrefillTransferParams,
     parse_transfer_params,
 )
-from commutator_sim.answers import Answer, Script, plan_answer, refuse_what_needs_a_model
+from commutator_sim.answers import (
+    Answer,
+    Script,
+    logprobs_of,
+    plan_answer,
+    refuse_what_needs_a_model,
+)
 from commutator_sim.config import SimConfig
 from commutator_sim.constrained import KINDS, constrained_text
 from commutator_sim.events import (
@@ -66,13 +72,20 @@ class _Stream:
     """Set between the first token's event and its delta."""
     sent: int = 0
     """Tokens of the answer that were sent."""
+    text: TextModel | None = None
 
     def delta(self, generated: int) -> TokenDelta:
         """The generated tokens that were not sent yet."""
         answer = self.answer
         ended = generated == len(answer.token_ids)
+        token_ids = tuple(answer.token_ids[self.sent : generated])
+        top, of_prompt = self.request.sampling.top_logprobs, self.request.prompt_logprobs
         delta = TokenDelta(
-            token_ids=tuple(answer.token_ids[self.sent : generated]),
+            token_ids=token_ids,
+            logprobs=() if top is None else logprobs_of(token_ids, top, self.text),
+            prompt_logprobs=()
+            if of_prompt is None or self.sent
+            else logprobs_of(self.request.token_ids[1:], of_prompt, self.text),
             finish_reason=answer.finish_reason if ended else None,
             stop_reason=answer.stop_reason if ended else None,
             cached_tokens=self.cached_tokens,
@@ -148,6 +161,7 @@ class SimEngine(TokenEngine):
             continues_constraints=True,
             constraints=() if self._text is None else KINDS,
             adapters=True,
+            prompt_logprobs=True,
             handover=None if self._handover is None else self._handover.info,
         )
 
@@ -222,13 +236,15 @@ class SimEngine(TokenEngine):
         answer = self._answer_to(request)
         token_ids = [*request.token_ids, *answer.token_ids]
         if not config.prefix_caching:
-            return _Stream(answer, token_ids, (), request)
+            return _Stream(answer, token_ids, (), request, text=self._text)
         try:
             root = root_key(request.adapter_digest, request.cache_salt)
             keys = block_keys(token_ids[:-1], config.block_size, root)
         except OverflowError as error:
             raise RequestError(f"a token id is out of range: {error}") from error
-        return _Stream(answer, token_ids, keys, request)
+        if request.prompt_logprobs is not None:  # all of the prompt is computed
+            keys = []
+        return _Stream(answer, token_ids, keys, request, text=self._text)
 
     def _model_request(self, key: int, stream: _Stream) -> SimRequest:
         """The request as the model gets it; of a hand-over's prefill only the wanted blocks.

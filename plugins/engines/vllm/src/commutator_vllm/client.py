@@ -36,6 +36,7 @@ from commutator_vllm.messages import (
     GENERATE,
     DeltaReader,
     hands_over,
+    needs_completions,
     request_body,
     request_headers,
 )
@@ -96,9 +97,9 @@ class VllmClient(HttpEngineClient):
             raise
 
     async def _answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
-        path = self.path
+        path = COMPLETIONS if needs_completions(request) else self.path
         body = request_body(path, request, model, use_priority=self._use_priority)
-        reader = DeltaReader(request.sampling.top_logprobs)
+        reader = DeltaReader(request)
         try:
             await reader.fill(stream, self.server, path, body, request_headers(request))
         except FailedAnswerError as failed:

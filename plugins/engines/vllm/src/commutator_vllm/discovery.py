@@ -52,6 +52,12 @@ _OPTIONS = {
         most=1 << 20,
         description="The only tokens that may be generated.",
     ),
+    "logprob_token_ids": RequestOption(
+        type=OptionType.INTEGERS,
+        minimum=0,
+        most=128,
+        description="Tokens whose log probabilities are returned instead of the likeliest ones.",
+    ),
     "thinking_token_budget": RequestOption(
         type=OptionType.INTEGER,
         minimum=0,
@@ -93,6 +99,7 @@ def engine_info(
         forwards=True,
         constraints=CONSTRAINTS,
         adapters=True,
+        prompt_logprobs=True,
         request_options=_OPTIONS,
         handover=handover_info(model, version, facts.block_size) if hands_over else None,
     )

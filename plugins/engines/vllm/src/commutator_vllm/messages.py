@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from attrs import evolve
 
-from commutator import Constraint, GenerateRequest, TokenLogprob
+from commutator import Constraint, GenerateRequest, TokenDelta, TokenLogprob
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
@@ -20,7 +21,10 @@ __all__ = [
     "COMPLETIONS",
     "GENERATE",
     "DeltaReader",
+    "alternatives",
     "hands_over",
+    "needs_completions",
+    "prompt_entries",
     "request_body",
     "request_headers",
     "sampling_fields",
@@ -30,6 +34,10 @@ GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out. Cheaper for vLLM, but needs `--enable-scale-out`."""
 COMPLETIONS = "/v1/completions"
 """Always available."""
+NAMED_TOKENS = "logprob_token_ids"
+"""The option that names tokens whose log probabilities are wanted."""
+_MOST_LOGPROBS = 20
+"""vLLM's own limit, `--max-logprobs`, unless that is set."""
 
 
 def request_body(
@@ -41,8 +49,10 @@ def request_body(
     for a constraint that vLLM cannot be told of.
     """
     body: dict[str, Any] = {"model": request.adapter_digest or model}
-    # Only an answer that is not streamed has the parameters for the decode request.
-    body |= {"stream": False} if hands_over(request.handover) else STREAMED
+    # Only an answer that is not streamed has the parameters for the decode request, and log
+    # probabilities of the prompt.
+    whole = hands_over(request.handover) or request.prompt_logprobs is not None
+    body |= {"stream": False} if whole else STREAMED
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
     if use_priority and request.priority:
@@ -51,7 +61,11 @@ def request_body(
         body["kv_transfer_params"] = dict(request.handover)
     if path == GENERATE:
         sampling = sampling_fields(request)
+        if sampling.get("logprobs"):
+            sampling["logprobs"] += 1  # the chosen token is one of them here
         return {**body, "token_ids": list(request.token_ids), "sampling_params": sampling}
+    if request.sampling.top_logprobs is not None:
+        body["logprobs"] = request.sampling.top_logprobs
     return {
         **body,
         **_sampling(request),
@@ -59,6 +73,37 @@ def request_body(
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+
+
+def needs_completions(request: GenerateRequest) -> bool:
+    """Whether only COMPLETIONS tells all the log probabilities that are wanted."""
+    most = request.sampling.top_logprobs
+    return most is not None and (most >= _MOST_LOGPROBS or NAMED_TOKENS in request.options)
+
+
+def alternatives(request: GenerateRequest) -> int | None:
+    """How many tokens are told beside each token of the answer; None: nothing is told."""
+    most, named = request.sampling.top_logprobs, request.options.get(NAMED_TOKENS)
+    return len(named) + 1 if most is not None and named else most
+
+
+def prompt_entries(
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Any] | None], top: int
+) -> tuple[TokenLogprob, ...]:
+    """The log probabilities of a prompt; of each position vLLM tells its token and the likeliest.
+
+    Each has ``logprob`` and ``rank``.
+    """
+    return tuple(
+        TokenLogprob(
+            token_id=token_id,
+            logprob=known[token_id].logprob,
+            top=likeliest(((one, entry.logprob) for one, entry in known.items()), top),
+            rank=known[token_id].rank,
+        )
+        for token_id, known in zip(token_ids, positions, strict=False)
+        if known is not None
+    )
 
 
 def sampling_fields(request: GenerateRequest) -> dict[str, Any]:
@@ -69,8 +114,11 @@ def sampling_fields(request: GenerateRequest) -> dict[str, Any]:
 
 def _sampling(request: GenerateRequest) -> dict[str, Any]:
     fields = sampling_parameters(request)
-    if request.sampling.top_logprobs is not None:
+    # Tokens that are named take the place of the likeliest.
+    if request.sampling.top_logprobs is not None and not request.options.get(NAMED_TOKENS):
         fields["logprobs"] = request.sampling.top_logprobs
+    if request.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = request.prompt_logprobs
     if (constraint := enforceable(request, "vLLM", whitespace=True)) is not None:
         fields["structured_outputs"] = _structured_outputs(constraint)
     return {**fields, **request.options}
@@ -132,16 +180,29 @@ class Logprobs(msgspec.Struct):
     top_logprobs: Sequence[dict[str, float] | None] = ()
 
 
+class PromptLogprob(msgspec.Struct):
+    """One token that the prompt has, or could have, at a place."""
+
+    logprob: float
+    rank: int | None = None
+
+
+PromptLogprobs = Sequence[dict[int, PromptLogprob] | None]
+"""By token id, for each token of the prompt, which comes first; nothing for its first token."""
+
+
 class Choice(completions.Choice):
     """The tokens that one chunk adds to the answer."""
 
     logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Chunk(completions.Chunk):
     """One server-sent event of either endpoint, or a whole answer."""
 
     choices: Sequence[Choice] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -151,9 +212,25 @@ _decoder = msgspec.json.Decoder(Chunk)
 class DeltaReader(completions.CompletionReader[Chunk]):
     """Reads the answers of both endpoints."""
 
-    def __init__(self, top_logprobs: int | None) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         super().__init__("vLLM", _decoder)
-        self._top = top_logprobs or 0
+        self._top = alternatives(request) or 0
+        self._request = request
+        self._prompt: PromptLogprobs | None = None
+
+    def whole(self, body: bytes) -> Iterator[TokenDelta]:
+        for delta in super().whole(body):
+            found, top = self._prompt, self._request.prompt_logprobs
+            if found is None or top is None:
+                yield delta
+            else:
+                entries = prompt_entries(self._request.token_ids, found, top)
+                yield evolve(delta, prompt_logprobs=entries)
+
+    def _on_chunk(self, chunk: Chunk) -> Iterator[TokenDelta]:
+        of_choices = (choice.prompt_logprobs for choice in chunk.choices)
+        self._prompt = chunk.prompt_logprobs or next(of_choices, None) or self._prompt
+        return super()._on_chunk(chunk)
 
     def handover(self, chunk: Chunk) -> Mapping[str, Any] | None:
         return chunk.kv_transfer_params

@@ -13,6 +13,8 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attrs import evolve
+
 from commutator import (
     EngineInfo,
     EngineLoad,
@@ -24,7 +26,7 @@ from commutator import (
 from commutator.errors import CommutatorError, EngineUnavailableError
 from commutator_engine_kit import Emit, TokenApiServer, TokenEngine
 from commutator_engine_kit.completions import finish_reason_named, likeliest
-from commutator_vllm.messages import hands_over
+from commutator_vllm.messages import alternatives, hands_over, prompt_entries
 
 if TYPE_CHECKING:
     from commutator_vllm.async_llm import AsyncLlmEngine
@@ -53,7 +55,8 @@ class Outputs:
         """vLLM's own id of the request."""
         self._engine = engine
         self._key = key
-        self._top = request.sampling.top_logprobs
+        self._request = request
+        self._top = alternatives(request)
         self._decodes = request.handover is not None and not hands_over(request.handover)
         self._began = False
 
@@ -80,6 +83,7 @@ class Outputs:
         return TokenDelta(
             token_ids=token_ids,
             logprobs=self._logprobs(part, token_ids),
+            prompt_logprobs=self._prompt_logprobs(output),
             cached_tokens=self._cached(output),
         )
 
@@ -89,6 +93,7 @@ class Outputs:
         return TokenDelta(
             token_ids=token_ids,
             logprobs=self._logprobs(part, token_ids),
+            prompt_logprobs=self._prompt_logprobs(output),
             finish_reason=reason,
             stop_reason=part.stop_reason,
             cached_tokens=self._cached(output),
@@ -101,6 +106,21 @@ class Outputs:
     def _cached(self, output: Any) -> int | None:
         began, self._began = self._began, True
         return None if began else output.num_cached_tokens
+
+    def _prompt_logprobs(self, output: Any) -> tuple[TokenLogprob, ...]:
+        """They come with the first token."""
+        request = self._request
+        if request.prompt_logprobs is None or self._began or not output.prompt_logprobs:
+            return ()
+        found = prompt_entries(request.token_ids, output.prompt_logprobs, request.prompt_logprobs)
+        return tuple(
+            evolve(
+                entry,
+                logprob=_bounded(entry.logprob),
+                top=tuple((one, _bounded(logprob)) for one, logprob in entry.top),
+            )
+            for entry in found
+        )
 
     def _logprobs(self, part: Any, token_ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         if self._top is None or part.logprobs is None:

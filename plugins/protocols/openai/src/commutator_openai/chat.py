@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, TypeVar, cast
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from commutator.contract.conversation import (
     Conversation,
@@ -14,7 +15,6 @@ from commutator.contract.conversation import (
     Message,
     Part,
     Reasoning,
-    Speaker,
     Text,
     Tool,
     ToolCall,
@@ -29,20 +29,24 @@ from commutator.frontend import (
     WrongSomewhereError,
     answer,
     parse_object,
+    read_object,
     read_structured,
     traced,
 )
 from commutator.schema import StructureError, structure
 from commutator_openai.constraints import constraint_of
 from commutator_openai.fields import (
+    MAX_INT,
     CacheControl,
     Hint,
     build_request_converter,
     hints_given,
     retention_of,
 )
+from commutator_openai.load_report import note_load
 from commutator_openai.pass_through import PassThrough
 from commutator_openai.requests import (
+    BatchRequest,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -51,11 +55,12 @@ from commutator_openai.requests import (
     TokenizeRequest,
 )
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header, set_aside
-from commutator_openai.writers import ChatWriter, CompletionWriter
+from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 
 __all__ = [
     "IGNORED_HEADER",
     "Generations",
+    "asked_batch",
     "asked_chat",
     "asked_completion",
     "conversation_of",
@@ -64,7 +69,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, BatchRequest)
 
 _OF_TOOLS = {"messages", "tools", "tool_choice"}
 """What an engine may serve that is asked as clients ask, where the front door cannot."""
@@ -82,6 +87,23 @@ class Generations:
         serving = self._serve(call, ChatRequest, asked_chat, ChatWriter)
         await traced("chat", call.headers, {"http.route": call.path}, serving)
 
+    async def batch(self, call: Call) -> None:
+        """POST /v1/chat/completions/batch."""
+        serving = self._serve(call, BatchRequest, asked_batch, ChatWriter)
+        await traced("chat", call.headers, {"http.route": call.path}, serving)
+
+    async def invocations(self, call: Call) -> None:
+        """POST /invocations: the body shows which of the others is meant, as SageMaker has it."""
+        body = await read_object(call)
+        found = next((path for key, path in _INVOKED.items() if key in body), None)
+        if found is None:
+            raise RequestError(
+                f"expected one of {', '.join(_INVOKED)}, by which the kind of request is known",
+                code="missing_required_parameter",
+            )
+        call.endpoint = found
+        await (self.chat_completions if "messages" in body else self.completions)(call)
+
     async def completions(self, call: Call) -> None:
         """POST /v1/completions."""
         serving = self._serve(call, CompletionRequest, asked_completion, CompletionWriter)
@@ -96,32 +118,32 @@ class Generations:
     ) -> None:
         limit = call.time_limit()
         async with limit:
+            read: tuple[RequestT, tuple[str, ...]]
             try:
                 read = await read_request(call, cls, strict=self.strict)
             except RequestError as refused:
-                if await self.pass_through.answered(call, refused, cls):
+                if await self._answered(call, refused, cls):
                     return
                 raise
             body = read[0]
-            unknown: tuple[str, ...] = read[1]
+            unknown: tuple[str, ...] = (*read[1], *_without_effect(read[0]))
             given: Mapping[str, Hint] = _without_those_of_templates(call, body, hints_given(body))
             if given and await self._passed_on(call, given, cls):
                 return
             if given or unknown:
                 call.answer_headers[IGNORED_HEADER] = ignored_header([*given, *unknown])
-            make_writer = partial(
-                writer,
-                call.request_id,
-                include_usage=_include_usage(body),
-                logprobs=body.logprobs,
-            )
+            note_load(call, body.model)
+            make_writer = partial(writer, call.request_id, shown=_shown(body))
             try:
                 await answer(call, asked(body), make_writer, limit)
             except RequestError as refused:
                 if refused.param not in _OF_TOOLS:
                     raise
-                if not await self.pass_through.answered(call, refused, cls):
+                if not await self._answered(call, refused, cls):
                     raise
+
+    async def _answered(self, call: Call, refused: RequestError, cls: type[Any]) -> bool:
+        return cls is not BatchRequest and await self.pass_through.answered(call, refused, cls)
 
     async def _passed_on(self, call: Call, given: Mapping[str, Hint], cls: type[RequestT]) -> bool:
         """Whether an engine answered that may know the hints; otherwise they are to be ignored.
@@ -133,7 +155,7 @@ class Generations:
             f"{name} is not supported, because {hint.why}. Remove it.", name, NOT_SERVED
         )
         if self.strict or any(hint.for_engines for hint in given.values()):
-            if await self.pass_through.answered(call, refused, cls):
+            if await self._answered(call, refused, cls):
                 return True
             if self.strict:
                 raise refused
@@ -146,15 +168,54 @@ def _without_those_of_templates(
     """The hints without the effort of reasoning, where the model's chat template looks at it."""
     if "reasoning_effort" not in given:
         return given
-    text = call.services.models.get(body.model)
+    text = call.services.models.get(body.model or "")
     template = None if text is None else text.chat_template
     if template is None or "reasoning_effort" not in template.reads:
         return given
     return {name: hint for name, hint in given.items() if name != "reasoning_effort"}
 
 
-def _include_usage(body: GenerationRequest) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+_INVOKED = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+
+
+def _without_effect(body: GenerationRequest) -> tuple[str, ...]:
+    """What is known, and says nothing in this request."""
+    return ("tool_choice",) if _chooses_from_nothing(body) else ()
+
+
+def _chooses_from_nothing(body: GenerationRequest) -> bool:
+    return isinstance(body, ChatRequest) and body.tool_choice is not None and not body.tools
+
+
+def _shown(body: ChatRequest | CompletionRequest) -> Shown:
+    options = body.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    shown = Shown(
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+        logprobs=body.logprobs,
+        named_tokens=bool(body.logprob_token_ids),
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+    if isinstance(body, ChatRequest):
+        shown.reasoning = body.include_reasoning is not False
+        if body.echo and not isinstance(body, BatchRequest):
+            shown.before = (_echoed(body.messages),)
+        elif body.echo:
+            shown.before = tuple(map(_echoed, cast("Any", body.messages)))
+    return shown
+
+
+def _echoed(messages: Sequence[ChatMessage]) -> str:
+    """The text of the last message, if it is an assistant's."""
+    last = messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part.text for part in last.content)
 
 
 _fast = build_request_converter(detailed=False)
@@ -193,6 +254,15 @@ def asked_chat(body: ChatRequest) -> Generate:
     return asked
 
 
+def asked_batch(body: BatchRequest) -> Generate:
+    """Raises RequestError for what contradicts itself."""
+    conversations = cast("Any", body.messages)
+    first, *further = (evolve(body, messages=messages) for messages in conversations)
+    asked = asked_chat(first)
+    asked.further = [conversation_of(one) for one in further]
+    return asked
+
+
 def asked_completion(body: CompletionRequest) -> Generate:
     """Raises RequestError for what contradicts itself, or is not served."""
     _check_stream_options(body)
@@ -203,17 +273,20 @@ def asked_completion(body: CompletionRequest) -> Generate:
             "best_of",
             NOT_SERVED,
         )
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo is not supported together with logprobs, as logprobs of a prompt are not "
-            "computed. Remove one of them.",
-            "echo",
-            NOT_SERVED,
-        )
     asked = _asked(body)
     asked.prompts = body.prompt
     asked.top_logprobs = body.logprobs
     asked.echo = bool(body.echo)
+    if body.echo and body.logprobs is not None and asked.prompt_logprobs is None:
+        asked.prompt_logprobs = body.logprobs
+    if body.max_tokens == 0:
+        if not asked.echo and asked.prompt_logprobs is None:
+            problem = "expected at least 1; 0 is for echo and prompt_logprobs alone"
+            raise RequestError(f"max_tokens: {problem}", "max_tokens")
+        if body.logprob_token_ids:
+            problem = "with max_tokens 0 there is no answer that they could be of"
+            raise RequestError(f"logprob_token_ids: {problem}", "logprob_token_ids")
+        asked.top_logprobs = None
     return asked
 
 
@@ -221,8 +294,15 @@ _PARAMS = {"retention": "cache_control"}
 _PARAMS_OF_CHAT = {**_PARAMS, "max_tokens": "max_completion_tokens"}
 
 
-def _asked(body: GenerationRequest) -> Generate:
-    stop = body.stop
+def _asked(body: ChatRequest | CompletionRequest) -> Generate:
+    stop, options = body.stop, body.stream_options
+    counts = options is not None and bool(options.continuous_usage_stats)
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs: not served in streams; leave out stream", "prompt_logprobs"
+        )
+    if body.logprob_token_ids and (body.logprobs is None or body.logprobs is False):
+        raise RequestError("logprob_token_ids: needs logprobs", "logprob_token_ids")
     return Generate(
         model=body.model,
         answers=body.n or 1,
@@ -249,10 +329,43 @@ def _asked(body: GenerationRequest) -> Generate:
         cache_salt=body.cache_salt,
         retention=_retention(body.cache_control),
         migration_limit=body.migration_limit,
-        engine_options=body.engine_options or {},
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids) or counts,
+        keep_tokens=_keep_tokens(body),
+        engine_options=_engine_options(body),
         constraint=constraint_of(body) if body.is_constrained else None,
         params=_PARAMS,
     )
+
+
+_ENGINE_OPTIONS = ("bad_words", "allowed_token_ids", "logprob_token_ids")
+"""Fields that become ``engine_options`` of the same names: not every engine has them."""
+_engine_fields = attrgetter(*_ENGINE_OPTIONS)
+
+
+def _engine_options(body: GenerationRequest) -> Mapping[str, Any]:
+    options = body.engine_options or {}
+    given = _engine_fields(body)
+    if not any(given):  # nearly always
+        return options
+    named = {name: list(one) for name, one in zip(_ENGINE_OPTIONS, given, strict=True) if one}
+    for name in named.keys() & options.keys():
+        raise RequestError(f"{name}: engine_options has it, too; remove one", name)
+    return {**options, **named}
+
+
+def _keep_tokens(body: GenerationRequest) -> int | None:
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        if body.truncation_side is not None:
+            raise RequestError("truncation_side: needs truncate_prompt_tokens", "truncation_side")
+        return None
+    if not keep:
+        raise RequestError(
+            "truncate_prompt_tokens: expected at least 1, or -1", "truncate_prompt_tokens"
+        )
+    keep = MAX_INT if keep < 0 else keep
+    return -keep if body.truncation_side == "right" else keep
 
 
 def conversation_of(body: ChatRequest | TokenizeRequest) -> Conversation:
@@ -277,9 +390,12 @@ def conversation_of(body: ChatRequest | TokenizeRequest) -> Conversation:
 def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
     """Those of the template, the effort of reasoning among them; "none" is not to think."""
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
-    if not isinstance(effort, str):
+    documents = body.documents if isinstance(body, ChatRequest) else None
+    if effort is None and not documents:
         return body.chat_template_kwargs
-    found: dict[str, Any] = {"reasoning_effort": effort}
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if documents:
+        found["documents"] = list(documents)
     if effort == "none":
         found |= {"enable_thinking": False, "thinking": False}
     return {**found, **(body.chat_template_kwargs or {})}
@@ -325,7 +441,7 @@ def _message(number: int, message: ChatMessage) -> Message:
     else:
         content = _parts(number, message)
     return Message(
-        role=cast("Speaker", message.role),  # the request's class has checked it
+        role=message.role,
         content=content,
         name=message.name,
         retention=_retention(message.cache_control),

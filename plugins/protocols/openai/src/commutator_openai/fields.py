@@ -29,6 +29,7 @@ __all__ = [
     "Off",
     "OneOf",
     "PromptList",
+    "Role",
     "Special",
     "TokenId",
     "TokenIds",
@@ -101,15 +102,19 @@ class Hint(Special):
     allowed: tuple[Any, ...] = (None,)
     for_engines: bool = False
     """Whether an engine that takes clients' requests unchanged may know it."""
+    words: tuple[str, ...] = ()
+    """The values that it can have; empty: any."""
 
     def is_off(self, value: Any) -> bool:
         return _is_one_of(self.allowed, value)
 
     def convert(self, value: Any) -> Any:
+        if self.words and value is not None and value not in self.words:
+            raise Mismatch("one of " + ", ".join(f'"{word}"' for word in self.words), value)
         return value
 
     def schema(self, inner: Any) -> dict[str, Any]:
-        return {}
+        return {"enum": [*self.words, None]} if self.words else {}
 
 
 @frozen(eq=False)
@@ -164,16 +169,43 @@ class Label(Special):
 
     maximum: int = MAX_LABEL
     """In characters."""
+    minimum: int = 0
+    """In characters."""
 
     def convert(self, value: Any) -> str:
         if not isinstance(value, str):
             raise Mismatch("a string", value)
         if len(value) > self.maximum:
             raise ValueError(f"expected at most {self.maximum} characters, got {len(value)}")
+        if len(value) < self.minimum:
+            raise ValueError(f"expected at least {self.minimum} characters, got {len(value)}")
         return value
 
     def schema(self, inner: Any) -> dict[str, Any]:
-        return {"type": "string", "maxLength": self.maximum}
+        least = {"minLength": self.minimum} if self.minimum else {}
+        return {"type": "string", **least, "maxLength": self.maximum}
+
+
+_ROLE = r"[A-Za-z][A-Za-z0-9_\-]{0,63}"
+
+
+@frozen(eq=False)
+class Role(Special):
+    """Who speaks: a known word, or another that the model's chat template may know."""
+
+    refused: Mapping[str, str]
+    """Word to why it is not served."""
+
+    def convert(self, value: Any) -> str:
+        if isinstance(value, str):
+            if why := self.refused.get(value):
+                raise ValueError(f"not supported: {value}, because {why}")
+            if re.fullmatch(_ROLE, value):
+                return value
+        raise Mismatch("system, developer, user, assistant, tool or another word", value)
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^{_ROLE}$"}
 
 
 @frozen(eq=False)
@@ -253,14 +285,18 @@ class WhichTools(Special):
 class TokenIds(Special):
     """A list of token ids. It is long, so it is checked as a whole."""
 
+    minimum: int = 0
+    maximum: int | None = None
+
     def convert(self, value: Any) -> list[int]:
-        if value == [] or _are_token_ids(value):
-            ids: list[int] = value
-            return ids
-        raise Mismatch(f"a list of integers from 0 to {MAX_INT}", value)
+        if value != [] and not _are_token_ids(value):
+            raise Mismatch(f"a list of integers from 0 to {MAX_INT}", value)
+        ids: list[int] = Items(self.minimum, self.maximum).convert(value)
+        return ids
 
     def schema(self, inner: Any) -> dict[str, Any]:
-        return {"type": "array", "items": json_schema(TokenId)}
+        items = {"type": "array", "items": json_schema(TokenId), "minItems": self.minimum}
+        return items if self.maximum is None else items | {"maxItems": self.maximum}
 
 
 @frozen(eq=False)

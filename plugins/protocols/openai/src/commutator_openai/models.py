@@ -1,15 +1,18 @@
-"""/v1/models, /tokenize and /detokenize."""
+"""/v1/models, /tokenize, /detokenize and /tokenizer_info; /version and /load."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from attrs import evolve
 
+import commutator
 from commutator.contract.principal import Principal
 from commutator.errors import RequestError
 from commutator.frontend import Call, FrontendServices, conversation_prompt, salted
+from commutator.tokenizer import TextModel
 from commutator_openai.chat import conversation_of, read_request
 from commutator_openai.requests import DetokenizeRequest, TokenizeRequest
 from commutator_openai.responses import (
@@ -23,8 +26,11 @@ from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 __all__ = [
     "detokenize",
     "list_models",
+    "load",
     "retrieve_model",
     "tokenize",
+    "tokenizer_info",
+    "version",
 ]
 
 T = TypeVar("T")
@@ -52,6 +58,11 @@ async def _serve(
     services = call.services
     async with call.time_limit():
         body, ignored = await read_request(call, cls, strict=strict)
+        if isinstance(body, TokenizeRequest) and body.tools:
+            template = services.text_model(body.model, call.principal)[1].chat_template
+            if template is not None and not template.knows_tools:
+                # What is counted is what the template makes of the conversation.
+                body, ignored = evolve(body, tools=None), (*ignored, "tools")
         if ignored:
             call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
@@ -78,7 +89,8 @@ async def _tokenize(
     token_ids, max_model_len = prompt.token_ids, services.max_model_len(name, principal)
 
     def response() -> bytes:
-        texts = tuple(map(model.token_text, token_ids)) if body.return_token_strs else None
+        pieces = map(model.tokenizer.id_to_token, token_ids)
+        texts = tuple(one or "" for one in pieces) if body.return_token_strs else None
         return msgspec.json.encode(
             TokenizeResponse(len(token_ids), max_model_len, tuple(token_ids), texts)
         )
@@ -99,6 +111,48 @@ async def _detokenize(
 
     text = await services.preprocessors[name].decode(body.tokens)
     return msgspec.json.encode(DetokenizeResponse(text))
+
+
+async def tokenizer_info(call: Call) -> None:
+    """GET /tokenizer_info: what clients that render and count by themselves need to know."""
+    services = call.services
+    name, model = services.text_model(call.query.get("model"), call.principal)
+    longest = services.max_model_len(name, call.principal)
+    await _reply(call, _tokenizer_info(model, longest))
+
+
+def _tokenizer_info(model: TextModel, longest: int) -> dict[str, Any]:
+    """By the names of transformers' `tokenizer_config.json`."""
+    added = model.tokenizer.get_added_tokens_decoder()
+    template = model.chat_template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **model.special_tokens,
+        "model_max_length": longest,
+        "chat_template": None if template is None else template.source,
+        "added_tokens_decoder": {
+            str(token_id): {
+                "content": token.content,
+                "special": token.special,
+                "lstrip": token.lstrip,
+                "rstrip": token.rstrip,
+                "normalized": token.normalized,
+                "single_word": token.single_word,
+            }
+            for token_id, token in sorted(added.items())
+        },
+    }
+
+
+async def version(call: Call) -> None:
+    """GET /version."""
+    await _reply(call, {"version": commutator.__version__})
+
+
+async def load(call: Call) -> None:
+    """GET /load: the requests that this front door's process has in hand."""
+    limiter = call.services.limiter
+    await _reply(call, {"server_load": limiter.running + limiter.waiting})
 
 
 async def list_models(call: Call) -> None:

@@ -8,6 +8,7 @@ may use: KV transfers to any address, templates, ids of other requests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ import msgspec
 from attrs import frozen
 
 from commutator import GenerateRequest, SamplingParams
+from commutator.contract.answer import Failure
 from commutator.contract.principal import ANONYMOUS, Principal
-from commutator.errors import RequestError
+from commutator.errors import EngineError, RequestError
 from commutator.frontend import (
     NOT_SERVED,
     Call,
@@ -61,7 +63,13 @@ ENDPOINTS: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 """The paths that are only passed through, and the keys that a client may send to each."""
 
+log = logging.getLogger(__name__)
+
 _FIRST_ERROR = 400
+_FIRST_SERVER_ERROR = 500
+_SHOWN_BYTES = 1000
+_ERROR_WITHIN = 64
+"""An error's event begins with its key, perhaps after its type."""
 _CHARACTERS_A_TOKEN = 4
 """By which a prompt is estimated that is not tokenized here."""
 
@@ -119,8 +127,9 @@ class PassThrough:
             return False
         services = call.services
         body = await read_object(call)
-        name = str(body.get("model"))
-        mine = services.models_for(call.principal)
+        name, mine = body.get("model"), services.models_for(call.principal)
+        if name is None and len(mine) == 1:
+            (name,) = mine
         if name not in mine or not services.dispatcher.forwards(name):
             return False
         call.model = name
@@ -180,8 +189,10 @@ async def _relay(call: Call, forward: Forward, body: dict[str, Any], prompt_toke
     data = await call.off_loop(len(call.body), partial(msgspec.json.encode, renamed))
     headers = {"X-Request-Id": call.request_id}
     answer = await forward.send(call.endpoint, data, headers)
-    refused = answer.status >= _FIRST_ERROR
-    usage = AnswerUsage(0 if refused else prompt_tokens, answer.content_type)
+    if answer.status >= _FIRST_ERROR:
+        call.used(0, 0, 0)
+        raise _error_of(answer.status, b"".join([chunk async for chunk in forward.chunks()]))
+    usage = AnswerUsage(prompt_tokens, answer.content_type)
     call.generating = True
     try:
         streamed = answer.content_type.startswith("text/event-stream")
@@ -225,7 +236,49 @@ async def _whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[bytes
         yield [rest]
 
 
+def _error_of(status: int, body: bytes) -> Exception:
+    """The engine's error in our words; what went wrong inside of it is for the log alone."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        said = body[:_SHOWN_BYTES].decode(errors="replace")
+    message, param = _message_of(said)
+    if status >= _FIRST_SERVER_ERROR:
+        return EngineError(f"the engine answered {status}: {message}")
+    return Failure(status, message or f"the engine answered {status}", "engine_refused", param)
+
+
+def _message_of(said: Any) -> tuple[str, str | None]:
+    """The message in an engine's error, in any of their forms, and the field that it names."""
+    if isinstance(said, dict):
+        inner = said.get("error") or said.get("detail") or said
+        if isinstance(inner, dict) and isinstance(inner.get("message"), str):
+            param = inner.get("param")
+            return inner["message"][:_SHOWN_BYTES], param if isinstance(param, str) else None
+        said = inner if isinstance(inner, str) else msgspec.json.encode(inner).decode()
+    return (said if isinstance(said, str) else str(said))[:_SHOWN_BYTES], None
+
+
+def _stream_error(said: Mapping[str, Any]) -> bytes:
+    """The line of an error within a stream."""
+    error = said["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and _FIRST_ERROR <= code < 600 else 500  # noqa: PLR2004
+    message, param = _message_of(said)
+    if status >= _FIRST_SERVER_ERROR:
+        log.warning("an engine ended a stream of a client: %s", message)
+        return stream_failed(Failure(500, "the worker failed this request", "worker_failed"))[:-2]
+    return stream_failed(Failure(status, message, "engine_refused", param))[:-2]
+
+
 def _public(line: bytes) -> bytes:
+    if line.startswith(b"data:") and b'"error"' in line[:_ERROR_WITHIN]:
+        try:
+            said = msgspec.json.decode(line[len(b"data:") :])
+        except msgspec.MsgspecError:
+            return line
+        if isinstance(said, dict) and said.get("error") and not said.get("choices"):
+            return _stream_error(said)
     if not any(name.encode() in line for name in _INTERNAL):
         return line
     prefix = b"data:" if line.startswith(b"data:") else b""
@@ -257,8 +310,8 @@ def _session_id(body: Mapping[str, Any]) -> str | None:
 def _within_rights(principal: Principal, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The body with the principal's salt. Raises RequestError for what it may not ask for."""
     own, changed = body.get("cache_salt"), dict(body)
-    if not isinstance(own, str | None):
-        raise RequestError("cache_salt: expected a string", "cache_salt")
+    if not isinstance(own, str | None) or own == "":
+        raise RequestError("cache_salt: expected a string that is not empty", "cache_salt")
     if (salt := salted(principal, own)) is not None:
         changed["cache_salt"] = salt
     answers, prompts = body.get("n"), 1

@@ -104,7 +104,9 @@ class _Mounted(MountedProtocol):
         generations = Generations(self._config.strict, passing)
         posts: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/v1/chat/completions": generations.chat_completions,
+            "/v1/chat/completions/batch": generations.batch,
             "/v1/completions": generations.completions,
+            "/invocations": generations.invocations,
             **dict.fromkeys(ENDPOINTS, passing.engine_only),
             "/tokenize": partial(models.tokenize, strict=self._config.strict),
             "/detokenize": partial(models.detokenize, strict=self._config.strict),
@@ -112,6 +114,9 @@ class _Mounted(MountedProtocol):
         gets: dict[str, Callable[[Call], Awaitable[None]]] = {
             "/v1/models": models.list_models,
             "/v1/models/{id:.+}": models.retrieve_model,
+            "/tokenizer_info": models.tokenizer_info,
+            "/version": models.version,
+            "/load": models.load,
             "/openapi.json": self._openapi,
         }
         for method, handlers in (("POST", posts), ("GET", gets)):

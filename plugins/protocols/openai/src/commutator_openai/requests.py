@@ -18,6 +18,7 @@ from commutator_openai.fields import (
     Off,
     OneOf,
     PromptList,
+    Role,
     TokenId,
     TokenIds,
     ToolName,
@@ -27,6 +28,7 @@ from commutator_openai.fields import (
 
 __all__ = [
     "CONSTRAINT_FIELDS",
+    "BatchRequest",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -45,11 +47,15 @@ _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO
 _NO_ROLES = {"function": 'it was replaced by the role "tool"'}
 _REPLACED = "functions were replaced by tools"
 MAX_TOOLS = 1024
+MAX_BATCH = 256
 Name = Annotated[str, Label()]
 Tokens = Annotated[int, Bounds(minimum=1, maximum=MAX_INT)]
 Penalty = Annotated[float, Bounds(minimum=-2, maximum=2)]
 Bias = Annotated[float, Bounds(minimum=-100, maximum=100)]
 TopLogprobs = Annotated[int, Bounds(minimum=0, maximum=20)]
+MAX_NAMED_TOKENS = 128
+"""Token ids whose log probabilities may be asked for at each place."""
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @frozen(kw_only=True)
@@ -57,6 +63,9 @@ class StreamOptions:
     """Only with ``stream``."""
 
     include_usage: bool | None = setting("End the stream with a chunk that holds `usage`.", None)
+    continuous_usage_stats: bool | None = setting(
+        "With `include_usage`: each chunk says the usage so far, of its own answer.", None
+    )
     include_obfuscation: Annotated[Any, Off("chunks are never padded", (None, False))] = setting(
         "Padding against traffic analysis.", None
     )
@@ -111,8 +120,8 @@ class ToolSpec:
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Annotated[str, OneOf(("developer", "system", "user", "assistant", "tool"), _NO_ROLES)] = (
-        setting("Who speaks.")
+    role: Annotated[str, Role(_NO_ROLES)] = setting(
+        "Who speaks: system, developer, user, assistant, tool, or another word for the template."
     )
     content: str | Annotated[tuple[TextPart, ...], Items(1, MAX_MESSAGES)] | None = setting(
         "The text; parts are joined by newlines. An assistant that calls tools needs none.", None
@@ -157,7 +166,7 @@ _constraints = attrgetter(*CONSTRAINT_FIELDS)
 class GenerationRequest:
     """What chat and completions have in common. Null always means the default."""
 
-    model: str = setting("A name from /v1/models.")
+    model: str | None = setting("A name from /v1/models; not needed where there is one.", None)
     max_tokens: Tokens | None = setting("Longest answer in tokens.", None)
     n: Annotated[int, Bounds(minimum=1, maximum=128)] | None = setting(
         "How many answers for each prompt; 1 by default.", None
@@ -211,7 +220,35 @@ class GenerationRequest:
     skip_special_tokens: bool | None = setting(
         "Leave special tokens out of the text; true by default.", None
     )
-    cache_salt: Name | None = setting(
+    bad_words: Annotated[tuple[Annotated[str, Label(minimum=1)], ...], Items(0, 256)] | None = (
+        setting("Words that are not generated, where the engine can.", None)
+    )
+    allowed_token_ids: Annotated[list[int], TokenIds(1)] | None = setting(
+        "The only tokens that may be generated, where the engine can.", None
+    )
+    logprob_token_ids: Annotated[list[int], TokenIds(0, MAX_NAMED_TOKENS)] | None = setting(
+        "With log probabilities: those of these tokens instead of the likeliest, where the "
+        "engine can.",
+        None,
+    )
+    prompt_logprobs: TopLogprobs | None = setting(
+        "Log probabilities of the prompt's tokens, each with this many of the likeliest, where the "
+        "engine can; not in streams. The prompt is not read from caches.",
+        None,
+    )
+    return_token_ids: bool | None = setting(
+        "Return the token ids of prompt and answer as well.", None
+    )
+    return_tokens_as_token_ids: bool | None = setting(
+        "Name tokens in log probabilities `token_id:N`.", None
+    )
+    truncate_prompt_tokens: Annotated[int, Bounds(minimum=-1, maximum=MAX_INT)] | None = setting(
+        "Cut the prompt to this many tokens; -1: to what the model takes.", None
+    )
+    truncation_side: Annotated[str, OneOf(("left", "right"), {})] | None = setting(
+        "Which end of a prompt is cut off; left by default.", None
+    )
+    cache_salt: Annotated[str, Label(minimum=1)] | None = setting(
         "Share cached KV blocks only with requests of the same salt.", None
     )
     cache_control: CacheControl | None = setting(
@@ -229,8 +266,8 @@ class GenerationRequest:
         "Requests of one session prefer one worker, if the routing policy uses it.", None
     )
     engine_options: Annotated[dict[str, Any], Items(0, 64)] | None = setting(
-        "Options that only the model's engine has, by name, such as bad_words of vLLM; one that no "
-        "worker of the model has is refused.",
+        "Options that only the model's engine has, by name, such as thinking_token_budget of vLLM; "
+        "one that no worker of the model has is refused.",
         None,
     )
     response_format: Any = setting(
@@ -266,10 +303,15 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[tuple[str | list[int], ...], PromptList()] = setting(
         "A string, a list of strings, token ids, or a list of such lists."
     )
-    logprobs: TopLogprobs | None = setting(
-        "Log probabilities of each token and of this many alternatives.", None
+    max_tokens: Annotated[int, Bounds(minimum=0, maximum=MAX_INT)] | None = setting(
+        "Longest answer in tokens, 16 by default; 0 with `echo`: the prompt alone.", None
     )
-    echo: bool | None = setting("Begin the answer with the prompt.", None)
+    logprobs: TopLogprobs | None = setting(
+        "Log probabilities of each token and of this many of the likeliest.", None
+    )
+    echo: bool | None = setting(
+        "Begin the answer with the prompt, and its log probabilities if they are wanted.", None
+    )
     best_of: PositiveInt | None = setting("Only the same number as `n`.", None)
     suffix: Annotated[Any, Off("text cannot be inserted", (None, ""))] = setting(
         "Text after the answer.", None
@@ -287,7 +329,16 @@ class ChatRequest(GenerationRequest):
         "Longest answer in tokens; by default what is left of the context.", None
     )
     logprobs: bool | None = setting("Return log probabilities.", None)
-    top_logprobs: TopLogprobs | None = setting("Alternatives for each token.", None)
+    top_logprobs: TopLogprobs | None = setting("The likeliest tokens at each place.", None)
+    echo: bool | None = setting(
+        "Begin the answer with the last message, if that is an assistant's.", None
+    )
+    include_reasoning: bool | None = setting(
+        "Whether the answer tells what the model thought; true by default.", None
+    )
+    documents: Annotated[tuple[dict[str, Any], ...], Items(0, MAX_MESSAGES)] | None = setting(
+        "Documents for the model's chat template.", None
+    )
     add_generation_prompt: bool | None = setting(
         "End the prompt with the start of an assistant's turn; true by default.", None
     )
@@ -318,8 +369,8 @@ class ChatRequest(GenerationRequest):
     modalities: Annotated[Any, Off(_NO_AUDIO, (None, ["text"]))] = setting("Kinds of answer.", None)
     audio: Annotated[Any, Off(_NO_AUDIO)] = setting("Options of an audio answer.", None)
     reasoning_effort: Annotated[
-        Any,
-        Hint("the effort cannot be steered here", (None, "none"), for_engines=True),
+        str | None,
+        Hint("the effort cannot be steered here", (None, "none"), for_engines=True, words=_EFFORTS),
     ] = setting(
         "A variable of the model's chat template, and for engines that know it; otherwise it is "
         'ignored. "none": not to think, where the template can say so.',
@@ -342,6 +393,18 @@ class ChatRequest(GenerationRequest):
     )
 
 
+_Batch = tuple[Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)], ...]
+
+
+@define(kw_only=True)  # as above
+class BatchRequest(ChatRequest):
+    """Body of POST /v1/chat/completions/batch: several conversations, one answer to each."""
+
+    messages: Annotated[_Batch, Items(1, MAX_BATCH)] = setting(  # type: ignore[assignment]
+        "The conversations."
+    )
+
+
 @frozen(kw_only=True)
 class TokenizeRequest:
     """Body of POST /tokenize: a ``prompt`` or ``messages``."""
@@ -360,7 +423,9 @@ class TokenizeRequest:
     tools: Annotated[tuple[ToolSpec, ...], Tools(0, MAX_TOOLS)] | None = setting(
         "As in chat.", None
     )
-    return_token_strs: bool | None = setting("Return each token's text as well.", None)
+    return_token_strs: bool | None = setting(
+        "Return the vocabulary's piece of each token as well.", None
+    )
 
 
 @frozen(kw_only=True)

@@ -29,6 +29,7 @@ __all__ = [
     "FinishReason",
     "ModelCard",
     "ModelList",
+    "PromptLogprob",
     "PromptTokensDetails",
     "TokenLogprobs",
     "TokenizeResponse",
@@ -87,7 +88,9 @@ class Usage:
 class TopLogprob:
     """One token that could have been chosen."""
 
-    token: str = setting("Its text; bytes:\\xNN for part of a character.")
+    token: str = setting(
+        "Its text; bytes:\\xNN for part of a character; token_id:N where that was asked for."
+    )
     logprob: float = setting("Natural logarithm of its probability.")
     bytes: tuple[int, ...] = setting("Its bytes.")
 
@@ -108,6 +111,15 @@ class ChatLogprobs:
 
 
 @frozen(slots=False)
+class PromptLogprob:
+    """One token that the prompt has, or could have, at a place."""
+
+    logprob: float = setting("Natural logarithm of its probability.")
+    rank: int | None = setting("Its place among all tokens, 1 for the likeliest, if known.")
+    decoded_token: str = setting("Its text.")
+
+
+@frozen(slots=False)
 class AssistantMessage:
     """The answer."""
 
@@ -124,6 +136,10 @@ class ChatChoice:
     message: AssistantMessage = setting("The answer.")
     logprobs: ChatLogprobs | None = setting("When asked for.")
     finish_reason: FinishReason = setting("Why it ended.")
+    stop_reason: int | str | None = setting(
+        "The stop string or token id of the request that ended it.", None
+    )
+    token_ids: tuple[int, ...] | None = setting("All tokens generated, when asked for.", None)
 
 
 @frozen(slots=False)
@@ -134,6 +150,10 @@ class ChatCompletion:
     object: Literal["chat.completion"] = setting("The kind of object.")
     created: int = setting("Unix time in seconds.")
     model: str = setting("The model that answered.")
+    prompt_logprobs: tuple[dict[str, PromptLogprob] | None, ...] | None = setting(
+        "By token id, of each token of the prompt, when asked for; null for the first."
+    )
+    prompt_token_ids: tuple[int, ...] | None = setting("Those of the prompt, when asked for.")
     choices: tuple[ChatChoice, ...] = setting("The answers.")
     usage: Usage = setting("Tokens used.")
 
@@ -143,9 +163,11 @@ class CompletionLogprobs:
     """Log probabilities, one entry a token in each list."""
 
     tokens: tuple[str, ...] = setting("The tokens' text.")
-    token_logprobs: tuple[float, ...] = setting("Their log probabilities.")
-    top_logprobs: tuple[dict[str, float], ...] | None = setting(
-        "The most likely tokens at each place."
+    token_logprobs: tuple[float | None, ...] = setting(
+        "Their log probabilities; null for the first of an echoed prompt."
+    )
+    top_logprobs: tuple[dict[str, float] | None, ...] = setting(
+        "The token and the most likely ones at each place, up to `logprobs` + 1."
     )
     text_offset: tuple[int, ...] = setting("Where each token begins in the text.")
 
@@ -158,6 +180,14 @@ class CompletionChoice:
     text: str = setting("The text.")
     logprobs: CompletionLogprobs | None = setting("When asked for.")
     finish_reason: FinishReason = setting("Why it ended.")
+    stop_reason: int | str | None = setting(
+        "The stop string or token id of the request that ended it.", None
+    )
+    prompt_logprobs: tuple[dict[str, PromptLogprob] | None, ...] | None = setting(
+        "By token id, of each token of the prompt, when asked for; null for the first.", None
+    )
+    prompt_token_ids: tuple[int, ...] | None = setting("Those of the prompt, when asked for.", None)
+    token_ids: tuple[int, ...] | None = setting("All tokens generated, when asked for.", None)
 
 
 @frozen(slots=False)
@@ -198,7 +228,9 @@ class TokenizeResponse:
     count: int = setting("How many tokens.")
     max_model_len: int = setting("Longest prompt plus answer in tokens.")
     tokens: tuple[int, ...] = setting("Token ids.")
-    token_strs: tuple[str, ...] | None = setting("Each token's text, when asked for.")
+    token_strs: tuple[str, ...] | None = setting(
+        "The vocabulary's piece of each token, when asked for."
+    )
 
 
 @frozen(slots=False)

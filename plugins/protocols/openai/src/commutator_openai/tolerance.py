@@ -17,7 +17,7 @@ import attrs
 from attrs import frozen
 
 from commutator_openai.fields import Off
-from commutator_openai.requests import ChatRequest, CompletionRequest
+from commutator_openai.requests import BatchRequest, ChatRequest, CompletionRequest
 
 __all__ = ["IGNORED_HEADER", "Leftovers", "for_engine", "ignored_header", "set_aside"]
 
@@ -35,15 +35,7 @@ _NOT_SERVED: Mapping[str, Off] = {
     "use_beam_search": Off("there is no beam search", _WITHOUT),
     "length_penalty": Off("there is no beam search", (None, 1, 1.0)),
     "spaces_between_special_tokens": Off(_SAMPLING, (None, True)),
-    "bad_words": Off("ask for it by engine_options where the engine knows it", (None, [])),
-    "allowed_token_ids": Off("ask for it by engine_options where the engine knows it"),
-    "logprob_token_ids": Off(_ANSWER, (None, [])),
-    "prompt_logprobs": Off("log probabilities of prompts are not computed", _WITHOUT),
-    "return_token_ids": Off(_ANSWER, _WITHOUT),
-    "return_tokens_as_token_ids": Off(_ANSWER, _WITHOUT),
     "return_prompt_text": Off(_ANSWER, _WITHOUT),
-    "truncate_prompt_tokens": Off("prompts are not cut"),
-    "truncation_side": Off("prompts are not cut"),
     "stream_interval": Off("chunks are sent as they come", (None, 1)),
     "repetition_detection": Off(_SAMPLING, (None, {})),
     "thinking_token_budget": Off(_SAMPLING),
@@ -58,9 +50,6 @@ _NOT_SERVED: Mapping[str, Off] = {
 _NOT_SERVED_BY: Mapping[type[Any], Mapping[str, Off]] = {
     ChatRequest: {
         **_NOT_SERVED,
-        "echo": Off("a chat is not repeated in its answer", _WITHOUT),
-        "documents": Off("say it by chat_template_kwargs", (None, [])),
-        "include_reasoning": Off("reasoning is always in the answer", (None, True)),
         "add_special_tokens": Off("the chat template has them", _WITHOUT),
     },
     CompletionRequest: {
@@ -68,6 +57,8 @@ _NOT_SERVED_BY: Mapping[type[Any], Mapping[str, Off]] = {
         "add_special_tokens": Off("send token ids instead", (None, True)),
     },
 }
+
+_NOT_SERVED_BY = {**_NOT_SERVED_BY, BatchRequest: _NOT_SERVED_BY[ChatRequest]}
 
 _NOT_ALLOWED: Mapping[str, str] = {
     "chat_template": "the template is the model's; the operator sets it by `chat_template`",
@@ -157,9 +148,16 @@ def _take_out(value: dict[str, Any], cls: Any, path: str, strict: bool) -> Itera
             del value[name]
             yield ""
         elif nested is not None:
-            for one in inner if isinstance(inner, list) else (inner,):
-                if isinstance(one, dict):
-                    yield from _take_out(one, nested, f"{path}{name}.", strict)
+            for one in _objects_in(inner):
+                yield from _take_out(one, nested, f"{path}{name}.", strict)
+
+
+def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    """``value`` itself, or what is in its list, or in the lists of that."""
+    if isinstance(value, dict):
+        yield value
+    for one in value if isinstance(value, list) else ():
+        yield from _objects_in(one)
 
 
 def _is_neutral(value: Any) -> bool:
