@@ -3,6 +3,7 @@
 # make demo     scripted conversations against a fresh local cluster
 # make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
+# make test-vllm-suite   vLLM's own HTTP tests, against vLLM and against us; hours on two cores
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
 # make fuzz     10,000 senseless cases for every socket
@@ -35,7 +36,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-cluster chaos vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -79,6 +80,10 @@ vllm: $(VENV)/.serve
 test-vllm: $(VENV)/.test vllm
 	$(BIN)/pytest -m "vllm and not sglang"
 	COMMUTATOR_TEST_VLLM_CONNECTION=token_api $(BIN)/pytest -m "vllm and not sglang" tests/e2e/vllm
+
+# vLLM's own HTTP tests, against vLLM, a front door before it by both connections, and reference.
+test-vllm-suite: $(VENV)/.test vllm
+	$(BIN)/python scripts/vllm_suite.py
 
 sglang: $(VENV)/.serve
 	$(BIN)/python scripts/install_sglang.py

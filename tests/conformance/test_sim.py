@@ -16,7 +16,7 @@ from commutator_testing.engines import EngineContract
 
 
 class SimContract(EngineContract):
-    capabilities = frozenset({"stop_tokens", "prefix_cache"})
+    capabilities = frozenset({"stop_tokens", "logprobs", "prefix_cache"})
     config: SimConfig
 
     @asynccontextmanager

@@ -100,10 +100,6 @@ def test_stop_strings_need_a_tokenizer() -> None:
     ("request_", "what"),
     [
         (
-            GenerateRequest(request_id="a", token_ids=[1], sampling=SamplingParams(top_logprobs=0)),
-            "logprobs",
-        ),
-        (
             GenerateRequest(
                 request_id="a", token_ids=[1], sampling=SamplingParams(logit_bias={1: 2.0})
             ),

@@ -153,8 +153,10 @@ async def test_a_full_worker_is_overloaded() -> None:
             "out of range",
         ),
         (
-            GenerateRequest(request_id="r", token_ids=[1], sampling=SamplingParams(top_logprobs=1)),
-            "logprobs",
+            GenerateRequest(
+                request_id="r", token_ids=[1], sampling=SamplingParams(logit_bias={1: 2.0})
+            ),
+            "logit_bias",
         ),
     ],
 )
