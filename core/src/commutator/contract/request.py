@@ -49,11 +49,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
     """The engine failed; ``TokenDelta.error`` says how."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the engine ended the answer by itself, so that it is shown as it is."""
-        return self not in (FinishReason.ABORT, FinishReason.ERROR)
-
 
 @frozen(kw_only=True)
 class SamplingParams:
