@@ -221,6 +221,17 @@ async def test_an_idle_connection_is_closed_and_a_client_that_leaves_is_noticed(
             await asyncio.sleep(0.01)
 
 
+async def test_a_connection_that_ends_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "commutator.frontend.request.call")
+    async with connected() as (door, socket):
+        await ask(socket, input="Hi")
+        await socket.close()
+        async with door.session.ws_connect(f"{door.url}/v1/responses") as other:
+            other._writer.transport.abort()  # noqa: SLF001 - as a process that is killed
+    said = [record.getMessage().partition(" id=")[0] for record in caplog.records]
+    assert said == ["/v1/responses 200", "/v1/responses 101", "/v1/responses 101"]
+
+
 async def test_a_door_that_ends_says_so() -> None:
     async with connected() as (door, socket):
         door.stop.set()

@@ -144,6 +144,7 @@ async def serve_socket(handle: Handle, call: HttpCall) -> None:
     )
     call.response = socket
     await socket.prepare(call.request)
+    call.sent = True  # that its client leaves later is no failure
     parts.websockets.add(socket)
     try:
         await _serve(handle, call, socket)
