@@ -35,6 +35,7 @@ ROOMS["contract"] = {"errors"}
 PUBLIC = {"backoff", "errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
 PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.py")}
 PUBLIC |= {"launcher.child", "launcher.ports", "launcher.process", "planning"}
+PUBLIC |= {"frontend.values"}
 # What single plugins of ours use of core beside the faces.
 BESIDE = {
     "commutator_certs": {"trust.identity"},

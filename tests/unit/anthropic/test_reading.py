@@ -117,7 +117,7 @@ def test_how_to_think_is_for_the_template() -> None:
     asked = read(thinking=thinking, output_config={"effort": "high"})
     assert asked.generate.conversation is not None
     assert asked.generate.conversation.variables == {
-        "enable_thinking": True, "reasoning_effort": "high",
+        "enable_thinking": True, "thinking": True, "reasoning_effort": "high",
     }  # fmt: skip
     assert asked.ignored == ["thinking.budget_tokens"]
 

@@ -150,7 +150,7 @@ def test_how_to_think_is_for_the_template() -> None:
     asked = read(reasoning={"effort": "none", "summary": "auto"}, text={"verbosity": "low"})
     assert asked.generate.conversation is not None
     assert asked.generate.conversation.variables == {
-        "enable_thinking": False, "reasoning_effort": "none",
+        "enable_thinking": False, "thinking": False, "reasoning_effort": "none",
     }  # fmt: skip
     assert asked.ignored == ["reasoning.summary", "text.verbosity"]
 

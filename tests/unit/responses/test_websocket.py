@@ -227,7 +227,7 @@ async def test_a_connection_that_ends_is_no_failure(caplog: pytest.LogCaptureFix
         await ask(socket, input="Hi")
         await socket.close()
         async with door.session.ws_connect(f"{door.url}/v1/responses") as other:
-            other._writer.transport.abort()  # noqa: SLF001 - as a process that is killed
+            other._writer.transport.abort()
     said = [record.getMessage().partition(" id=")[0] for record in caplog.records]
     assert said == ["/v1/responses 200", "/v1/responses 101", "/v1/responses 101"]
 

@@ -10,6 +10,7 @@ from commutator.frontend.request.bodies import (
     read_structured,
 )
 from commutator.frontend.request.call import TIMEOUT_HEADER, Call
+from commutator.frontend.request.conversation import thinking_variables
 from commutator.frontend.request.failures import (
     RATE_LIMIT_HEADERS,
     log_failure,
@@ -53,6 +54,7 @@ __all__ = [
     "require",
     "salted",
     "size_of",
+    "thinking_variables",
     "to_failure",
     "traced",
 ]

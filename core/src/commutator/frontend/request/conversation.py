@@ -27,6 +27,7 @@ __all__ = [
     "messages_of",
     "offered_tools",
     "template_tools",
+    "thinking_variables",
 ]
 
 NOT_SERVED = "unsupported_parameter"
@@ -36,10 +37,24 @@ _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thoughts of an earlier turn."""
 
 
+_WHETHER = ("enable_thinking", "thinking")
+"""What templates call the choice to think: those of Qwen and GLM, and of others."""
+
+
 def offered_tools(conversation: Conversation) -> Sequence[Tool]:
     """The tools that the model is told of: none where it may call none."""
     choice = conversation.tool_choice
     return () if choice is not None and choice.mode == "none" else conversation.tools
+
+
+def thinking_variables(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
+    """What templates of models that reason know: how much, "none" is not to, and whether at all."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        thinks = False
+    if thinks is not None:
+        variables |= dict.fromkeys(_WHETHER, thinks)
+    return variables
 
 
 def check_template(conversation: Conversation, template: ChatTemplate | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from attrs import define, field
@@ -28,11 +28,19 @@ from commutator.contract.conversation import (
     ToolResult,
 )
 from commutator.contract.request import Constraint
-from commutator.errors import RequestError
+from commutator.frontend import thinking_variables
+from commutator.frontend.values import (
+    not_served,
+    number,
+    optional,
+    required,
+    shown,
+    without_nulls,
+    wrong,
+)
 
 __all__ = ["Asked", "read_conversation", "read_request"]
 
-NOT_SERVED = "unsupported_parameter"
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code's first system block begins so, and differs from session to session: in a prompt it
 would keep all that follows it out of every cache."""
@@ -51,8 +59,6 @@ _READ = frozenset({
     "cache_control",
 })  # fmt: skip
 
-KindT = TypeVar("KindT")
-
 
 @define
 class Asked:
@@ -65,24 +71,24 @@ class Asked:
 
 def read_request(body: Mapping[str, Any], *, server_tools: Literal["leave_out", "refuse"]) -> Asked:
     """Body of POST /v1/messages. Raises RequestError that names the field."""
-    given = _given(body)
-    limit = _required(given, "max_tokens", int, "an integer of at least 1")
+    given = without_nulls(body)
+    limit = required(given, "max_tokens", int, "an integer of at least 1")
     if not 1 <= limit <= _MAX_TOKENS:
-        raise _wrong("max_tokens", f"expected an integer of at least 1, got {limit}")
+        raise wrong("max_tokens", f"expected an integer of at least 1, got {limit}")
     conversation, ignored = read_conversation(body, server_tools=server_tools)
-    metadata = _optional(given, "metadata", dict, "an object") or {}
-    stops = _optional(given, "stop_sequences", list, "a list of strings") or []
+    metadata = optional(given, "metadata", dict, "an object") or {}
+    stops = optional(given, "stop_sequences", list, "a list of strings") or []
     if len(stops) > _MAX_STOPS or not all(isinstance(stop, str) for stop in stops):
-        raise _wrong("stop_sequences", f"expected at most {_MAX_STOPS} strings")
+        raise wrong("stop_sequences", f"expected at most {_MAX_STOPS} strings")
     user = metadata.get("user_id")
     generate = Generate(
         model=_model(given),
         conversation=conversation,
-        stream=bool(_optional(given, "stream", bool, "true or false")),
+        stream=bool(optional(given, "stream", bool, "true or false")),
         max_tokens=limit,
-        temperature=_number(given, "temperature", 0, 1),
-        top_p=_number(given, "top_p", 0, 1),
-        top_k=_optional(given, "top_k", int, "an integer"),
+        temperature=number(given, "temperature", 0, 1),
+        top_p=number(given, "top_p", 0, 1),
+        top_k=optional(given, "top_k", int, "an integer"),
         stop=tuple(stops),
         user=None if user is None else str(user)[:_MAX_NAME],
         session_id=_session(user),
@@ -98,14 +104,14 @@ def read_conversation(
     body: Mapping[str, Any], *, server_tools: Literal["leave_out", "refuse"]
 ) -> tuple[Conversation, list[str]]:
     """What is said and the tools, as count_tokens has them, too; and the fields without effect."""
-    given = _given(body)
+    given = without_nulls(body)
     ignored = sorted(given.keys() - _READ)
     system = _system(given.get("system"))
-    entries = _required(given, "messages", list, "a list of messages")
-    messages = [one for number, entry in enumerate(entries) for one in _messages(entry, number)]
+    entries = required(given, "messages", list, "a list of messages")
+    messages = [one for i, entry in enumerate(entries) for one in _messages(entry, i)]
     if not messages:
-        raise _wrong("messages", "expected at least one message")
-    tools, left_out = _tools(_optional(given, "tools", list, "a list of tools") or [], server_tools)
+        raise wrong("messages", "expected at least one message")
+    tools, left_out = _tools(optional(given, "tools", list, "a list of tools") or [], server_tools)
     if left_out:
         ignored.append("tools")
     variables = _template_variables(given, ignored)
@@ -119,11 +125,6 @@ def read_conversation(
         ),
         ignored,
     )
-
-
-def _given(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which ask for nothing."""
-    return {name: value for name, value in body.items() if value is not None}
 
 
 # ------------------------------------------------------------------------ what was said
@@ -140,16 +141,14 @@ def _system(value: Any) -> list[Message]:
     return [Message(role="system", content=said)] if said else []
 
 
-def _messages(entry: Any, number: int) -> Iterator[Message]:
+def _messages(entry: Any, place: int) -> Iterator[Message]:
     """The messages that one of the API's becomes: each result of a tool speaks for itself."""
-    path = f"messages.{number}"
+    path = f"messages.{place}"
     if not isinstance(entry, dict):
-        raise _wrong(path, f"expected an object, got {_shown(entry)}")
+        raise wrong(path, f"expected an object, got {shown(entry)}")
     role, content = entry.get("role"), entry.get("content")
     if role not in ("user", "assistant", "system"):
-        raise _wrong(
-            f"{path}.role", f'expected "user", "assistant" or "system", got {_shown(role)}'
-        )
+        raise wrong(f"{path}.role", f'expected "user", "assistant" or "system", got {shown(role)}')
     speaker: Speaker = role
     if isinstance(content, str):
         yield Message(role=speaker, content=content)
@@ -176,18 +175,18 @@ def _messages(entry: Any, number: int) -> Iterator[Message]:
 def _part(block: Any, role: Speaker, path: str) -> Part | None:
     """None: of no use to a model."""
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-        raise _wrong(path, f'expected an object with "type", got {_shown(block)}')
+        raise wrong(path, f'expected an object with "type", got {shown(block)}')
     match block["type"]:
         case "text":
             return Text(_text_of(block, path))
         case "image" | "document" as kind if role != "assistant":
             return _media(block, kind, path)
         case "tool_use" if role == "assistant":
-            name = _required(block, "name", str, "the tool's name", path)
+            name = required(block, "name", str, "the tool's name", path)
             arguments = block.get("input") or {}
             if not isinstance(arguments, dict):
-                raise _wrong(f"{path}.input", f"expected an object, got {_shown(arguments)}")
-            call_id = _required(block, "id", str, "the call's id", path)
+                raise wrong(f"{path}.input", f"expected an object, got {shown(arguments)}")
+            call_id = required(block, "id", str, "the call's id", path)
             return ToolCall(id=call_id, name=name, arguments=_json(arguments))
         case "tool_result" if role == "user":
             return _result(block, path)
@@ -196,12 +195,11 @@ def _part(block: Any, role: Speaker, path: str) -> Part | None:
             return Reasoning(thought) if isinstance(thought, str) and thought else None
         case "redacted_thinking" if role == "assistant":
             return None  # only who wrote it can read it
-    text = f"{block['type']} is not served in a message of the {role}"
-    raise RequestError(f"{path}.type: {text}", f"{path}.type", NOT_SERVED)
+    raise not_served(f"{path}.type", f"{block['type']} is not served in a message of the {role}")
 
 
 def _result(block: Mapping[str, Any], path: str) -> ToolResult:
-    call_id = _required(block, "tool_use_id", str, "the id of the tool_use", path)
+    call_id = required(block, "tool_use_id", str, "the id of the tool_use", path)
     content = block.get("content")
     if content is None:
         parts: list[Text | Media] = []
@@ -215,7 +213,7 @@ def _result(block: Mapping[str, Any], path: str) -> ToolResult:
                 continue
             part = _part(one, "user", f"{path}.content.{i}")
             if not isinstance(part, Text | Media):
-                raise _wrong(f"{path}.content.{i}", "expected text, an image or a document")
+                raise wrong(f"{path}.content.{i}", "expected text, an image or a document")
             parts.append(part)
     if block.get("is_error") and not parts:
         parts = [Text("error")]
@@ -223,7 +221,7 @@ def _result(block: Mapping[str, Any], path: str) -> ToolResult:
 
 
 def _media(block: Mapping[str, Any], kind: str, path: str) -> Text | Media:
-    source = _required(block, "source", dict, "an object", path)
+    source = required(block, "source", dict, "an object", path)
     what: Any = source.get("type")
     if what == "text" and isinstance(source.get("data"), str):
         return Text(source["data"])
@@ -240,9 +238,7 @@ def _media(block: Mapping[str, Any], kind: str, path: str) -> Text | Media:
         data, media_type = source["data"], source.get("media_type")
         digest = hashlib.sha256(data.encode()).hexdigest()
         return Media(kind=name, digest=digest, url=f"data:{media_type};base64,{data}")
-    raise RequestError(
-        f"{path}.source.type: {_shown(what)} is not served", f"{path}.source.type", NOT_SERVED
-    )
+    raise not_served(f"{path}.source.type", f"{shown(what)} is not served")
 
 
 # ------------------------------------------------------------------------------- tools
@@ -257,28 +253,27 @@ def _tools(
     for i, entry in enumerate(entries):
         path = f"tools.{i}"
         if not isinstance(entry, dict):
-            raise _wrong(path, f"expected an object, got {_shown(entry)}")
+            raise wrong(path, f"expected an object, got {shown(entry)}")
         kind = entry.get("type") or "custom"
         if kind != "custom":
             if server_tools == "refuse" or not isinstance(kind, str):
-                raise RequestError(
-                    f"{path}.type: {_shown(kind)} is not served; only custom tools are, which the "
-                    "client runs itself",
+                raise not_served(
                     f"{path}.type",
-                    NOT_SERVED,
+                    f"{shown(kind)} is not served; only custom tools are, which the client runs "
+                    "itself",
                 )
             left_out = True
             continue
         schema = entry.get("input_schema")
         if schema is not None and not isinstance(schema, dict):
-            raise _wrong(f"{path}.input_schema", f"expected an object, got {_shown(schema)}")
-        name = _required(entry, "name", str, "the tool's name", path)
+            raise wrong(f"{path}.input_schema", f"expected an object, got {shown(schema)}")
+        name = required(entry, "name", str, "the tool's name", path)
         if any(name == tool.name for tool in tools):
-            raise _wrong(f"{path}.name", f'"{name}" is there twice; names of tools are unique')
+            raise wrong(f"{path}.name", f'"{name}" is there twice; names of tools are unique')
         tools.append(
             Tool(
                 name=name,
-                description=_optional(entry, "description", str, "a string", path) or "",
+                description=optional(entry, "description", str, "a string", path) or "",
                 parameters=schema or {},
                 strict=bool(entry.get("strict")),
             )
@@ -290,7 +285,7 @@ def _choice(value: Any, tools: Sequence[Tool]) -> ToolChoice | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _wrong("tool_choice", f"expected an object, got {_shown(value)}")
+        raise wrong("tool_choice", f"expected an object, got {shown(value)}")
     parallel = not value.get("disable_parallel_tool_use")
     match value.get("type"):
         case "auto" | "none" as mode:
@@ -298,12 +293,12 @@ def _choice(value: Any, tools: Sequence[Tool]) -> ToolChoice | None:
         case "any":
             mode, name = "required", None
         case "tool":
-            mode, name = "named", _required(value, "name", str, "a tool's name", "tool_choice")
+            mode, name = "named", required(value, "name", str, "a tool's name", "tool_choice")
         case other:
             known = '"auto", "any", "tool" or "none"'
-            raise _wrong("tool_choice.type", f"expected {known}, got {_shown(other)}")
+            raise wrong("tool_choice.type", f"expected {known}, got {shown(other)}")
     if not tools or (name is not None and all(tool.name != name for tool in tools)):
-        raise _wrong("tool_choice", "expected one of `tools`, and it is not among them")
+        raise wrong("tool_choice", "expected one of `tools`, and it is not among them")
     return ToolChoice(mode=mode, name=name, parallel=parallel)  # type: ignore[arg-type]
 
 
@@ -312,37 +307,34 @@ def _choice(value: Any, tools: Sequence[Tool]) -> ToolChoice | None:
 
 def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
     """What templates of models that reason know: whether to, and how much."""
-    variables: dict[str, Any] = {}
-    thinking = _optional(given, "thinking", dict, "an object") or {}
+    thinks: bool | None = None
+    thinking = optional(given, "thinking", dict, "an object") or {}
     match thinking.get("type"):
         case "enabled":
-            variables["enable_thinking"] = True
+            thinks = True
             if thinking.get("budget_tokens") is not None:
                 ignored.append("thinking.budget_tokens")
         case "disabled":
-            variables["enable_thinking"] = False
+            thinks = False
         case None | "adaptive" | "between_tools":
             pass
         case other:
             known = '"enabled", "disabled", "adaptive" or "between_tools"'
-            raise _wrong("thinking.type", f"expected {known}, got {_shown(other)}")
-    config = _optional(given, "output_config", dict, "an object") or {}
-    if (effort := config.get("effort")) is not None:
-        if not isinstance(effort, str):
-            raise _wrong("output_config.effort", f"expected a string, got {_shown(effort)}")
-        variables["reasoning_effort"] = effort
-    return variables
+            raise wrong("thinking.type", f"expected {known}, got {shown(other)}")
+    config = optional(given, "output_config", dict, "an object") or {}
+    effort = optional(config, "effort", str, "a string", "output_config")
+    return thinking_variables(effort, thinks)
 
 
 def _constraint(given: Mapping[str, Any]) -> Constraint | None:
     """``output_config.format``: a JSON schema."""
-    config = _optional(given, "output_config", dict, "an object") or {}
+    config = optional(given, "output_config", dict, "an object") or {}
     path, described = "output_config.format", config.get("format")
     if described is None:
         return None
     if not isinstance(described, dict) or described.get("type") != "json_schema":
-        raise _wrong(path, f'expected {{"type": "json_schema", ...}}, got {_shown(described)}')
-    schema = _json(_required(described, "schema", dict, "an object", path))
+        raise wrong(path, f'expected {{"type": "json_schema", ...}}, got {shown(described)}')
+    schema = _json(required(described, "schema", dict, "an object", path))
     return Constraint(kind="json_schema", value=schema)
 
 
@@ -361,61 +353,22 @@ def _session(user: Any) -> str | None:
 
 
 def _model(given: Mapping[str, Any]) -> str:
-    return _required(given, "model", str, "a name from /v1/models")
+    return required(given, "model", str, "a name from /v1/models")
 
 
 def _text_of(block: Any, path: str) -> str:
     if isinstance(block, str):
         return block
     if not isinstance(block, dict) or not isinstance(block.get("text"), str):
-        raise _wrong(path, f'expected {{"type": "text", "text": ...}}, got {_shown(block)}')
+        raise wrong(path, f'expected {{"type": "text", "text": ...}}, got {shown(block)}')
     text: str = block["text"]
     return text
 
 
 def _list(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _wrong(path, f"expected a string or a list of blocks, got {_shown(value)}")
+        raise wrong(path, f"expected a string or a list of blocks, got {shown(value)}")
     return value
-
-
-def _required(
-    given: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
-) -> KindT:
-    value = _optional(given, name, kind, expected, path)
-    if value is None:
-        where = f"{path}.{name}" if path else name
-        raise RequestError(f"{where}: required", where, "missing_required_parameter")
-    return value
-
-
-def _optional(
-    given: Mapping[str, Any], name: str, kind: type[KindT], expected: str, path: str = ""
-) -> KindT | None:
-    value = given.get(name)
-    if value is not None and (not isinstance(value, kind) or (kind is int and value is True)):
-        raise _wrong(
-            f"{path}.{name}" if path else name, f"expected {expected}, got {_shown(value)}"
-        )
-    return value
-
-
-def _number(given: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise _wrong(name, f"expected a number from {low} to {high}, got {_shown(value)}")
-    return float(value)
-
-
-def _wrong(path: str, text: str) -> RequestError:
-    return RequestError(f"{path}: {text}", path, "invalid_value")
-
-
-def _shown(value: Any) -> str:
-    text = _json(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"  # noqa: PLR2004 - a line's worth
 
 
 def _json(value: Any) -> str:

@@ -31,6 +31,7 @@ from commutator.frontend import (
     parse_object,
     read_object,
     read_structured,
+    thinking_variables,
     traced,
 )
 from commutator.schema import StructureError, structure
@@ -393,12 +394,10 @@ def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
     documents = body.documents if isinstance(body, ChatRequest) else None
     if effort is None and not documents:
         return body.chat_template_kwargs
-    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    found = thinking_variables(effort)
     if documents:
         found["documents"] = list(documents)
-    if effort == "none":
-        found |= {"enable_thinking": False, "thinking": False}
-    return {**found, **(body.chat_template_kwargs or {})}
+    return found | {**(body.chat_template_kwargs or {})}
 
 
 def _tools(body: ChatRequest | TokenizeRequest) -> list[Tool]:

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
 from commutator.frontend import Call, TimeLimit, conversation_prompt, read_object, salted, traced
+from commutator.frontend.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
 from commutator_responses.conversations import (
     REMEMBERED,
@@ -23,8 +24,7 @@ from commutator_responses.items import Item, with_ids
 from commutator_responses.making import Making, make
 from commutator_responses.reading import Asked, read_conversation, read_request
 from commutator_responses.tools import ServerTools
-from commutator_responses.truncation import fitted, prompt_limit
-from commutator_responses.values import not_served, optional, shown, wrong
+from commutator_responses.truncation import truncate
 from commutator_responses.writer import (
     ResponseWriter,
     line_responses,
@@ -95,7 +95,7 @@ class Handlers:
         turn = await self.conversations.turn(call, body)
         asked = read_request(body, turn.items, server_tools=self.server_tools, earlier=turn.earlier)
         if body.get("truncation") == "auto":
-            await _truncate(call, asked)
+            await truncate(call, asked)
         _name_ignored(call, asked.ignored)
         key = secrets.token_hex(16)
         _join_session(call, asked, turn, key)
@@ -227,19 +227,6 @@ def _join_session(call: Call, asked: Asked, turn: Turn, key: str) -> None:
     named = generate.session_id or call.caller().session_id
     own = f"resp_{key}" if asked.stores else None
     generate.session_id = named or turn.session or own
-
-
-async def _truncate(call: Call, asked: Asked) -> None:
-    """Leave out the oldest turns, and say so, where the conversation is too long."""
-    services, generate, before = call.services, asked.generate, asked.generate.conversation
-    assert before is not None
-    async with services.limiter.of(call.caller()):
-        name, _ = services.text_model(generate.model, call.principal)
-        limit = prompt_limit(services.max_model_len(name, call.principal), generate.max_tokens)
-        salt = salted(call.principal, generate.cache_salt)
-        generate.conversation = await fitted(services.preprocessors[name], before, salt, limit)
-    if generate.conversation is not before:
-        asked.ignored.append("input")
 
 
 def _page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from commutator.contract.conversation import (
     ToolCall,
     ToolResult,
 )
+from commutator.frontend.values import not_served, object_at, optional, required, shown, wrong
 from commutator_responses.tools import ServerTools, custom_arguments, model_name
-from commutator_responses.values import not_served, object_at, optional, required, shown, wrong
 
 __all__ = ["Item", "input_items", "messages_of", "with_ids"]
 

@@ -14,18 +14,19 @@ from attrs import define, field
 
 from commutator.contract.conversation import Conversation, Generate, Message
 from commutator.contract.request import Constraint
-from commutator_responses.items import Item, messages_of
-from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
-from commutator_responses.values import given as without_nulls
-from commutator_responses.values import (
+from commutator.frontend import thinking_variables
+from commutator.frontend.values import (
     integer,
     not_served,
     number,
     optional,
     required,
     shown,
+    without_nulls,
     wrong,
 )
+from commutator_responses.items import Item, messages_of
+from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
 
 __all__ = ["Asked", "read_conversation", "read_request"]
 
@@ -217,20 +218,15 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
 
 def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
     """What templates of models that reason know: whether to, and how much."""
-    variables: dict[str, Any] = {}
     reasoning = optional(given, "reasoning", dict, "an object") or {}
     effort = optional(reasoning, "effort", str, "a string", "reasoning")
-    if effort is not None:
-        variables["reasoning_effort"] = effort
-        if effort == "none":
-            variables["enable_thinking"] = False
     ignored += [
         f"reasoning.{name}" for name in sorted(reasoning) if name != "effort" and reasoning[name]
     ]
     text = optional(given, "text", dict, "an object") or {}
     if text.get("verbosity") not in (None, "medium"):
         ignored.append("text.verbosity")
-    return variables
+    return thinking_variables(effort)
 
 
 def _constraint(given: Mapping[str, Any]) -> Constraint | None:

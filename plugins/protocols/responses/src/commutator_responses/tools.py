@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from commutator.contract.conversation import Tool, ToolChoice
 from commutator.errors import RequestError
-from commutator_responses.values import (
+from commutator.frontend.values import (
     not_served,
     object_at,
     optional,

@@ -6,11 +6,25 @@ from attrs import evolve
 
 from commutator.contract.conversation import Conversation
 from commutator.errors import RequestError
-from commutator.frontend import Preprocessor, conversation_prompt
+from commutator.frontend import Call, Preprocessor, conversation_prompt, salted
+from commutator_responses.reading import Asked
 
-__all__ = ["fitted", "prompt_limit"]
+__all__ = ["fitted", "prompt_limit", "truncate"]
 
 _TOO_LONG = "context_length_exceeded"
+
+
+async def truncate(call: Call, asked: Asked) -> None:
+    """Leave out the oldest turns, and say so, where the conversation is too long."""
+    services, generate, before = call.services, asked.generate, asked.generate.conversation
+    assert before is not None
+    async with services.limiter.of(call.caller()):
+        name, _ = services.text_model(generate.model, call.principal)
+        limit = prompt_limit(services.max_model_len(name, call.principal), generate.max_tokens)
+        salt = salted(call.principal, generate.cache_salt)
+        generate.conversation = await fitted(services.preprocessors[name], before, salt, limit)
+    if generate.conversation is not before:
+        asked.ignored.append("input")
 
 
 def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:

@@ -1,4 +1,7 @@
-"""Takes values out of JSON that clients sent; what is wrong is refused with its path."""
+"""Takes values out of JSON that clients sent; what is wrong is refused with its path.
+
+For protocols whose clients send many fields, of which few are read: nothing is said of the others.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from commutator.errors import RequestError
+from commutator.frontend.request.conversation import NOT_SERVED
 
 __all__ = [
-    "NOT_SERVED",
-    "given",
     "integer",
     "not_served",
     "number",
@@ -19,19 +21,18 @@ __all__ = [
     "optional",
     "required",
     "shown",
+    "without_nulls",
     "wrong",
 ]
 
-NOT_SERVED = "unsupported_parameter"
-"""The code of errors about what is known, but not served."""
 _MAX_INT = 2**63 - 1
 _SHOWN_CHARACTERS = 60
 
 KindT = TypeVar("KindT")
 
 
-def given(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which ask for nothing."""
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What asks for something, which nulls do not."""
     return {name: value for name, value in body.items() if value is not None}
 
 
