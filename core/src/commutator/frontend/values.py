@@ -41,7 +41,8 @@ def optional(
 ) -> KindT | None:
     """The value of ``name``; None where it is absent or null. Raises RequestError."""
     value = values.get(name)
-    if value is not None and (not isinstance(value, kind) or (kind is int and value is True)):
+    is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if value is not None and not is_right:
         raise wrong(_at(path, name), f"expected {expected}, got {shown(value)}")
     return value
 
