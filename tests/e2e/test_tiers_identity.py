@@ -14,12 +14,13 @@ import torch
 from tests.e2e.identity_prompts import PROMPTS
 from tests.support.kv_rig import setups
 from tests.support.oracle import SOURCE
+from tests.support.reference_options import sized
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.tiered_engine import TieredEngine
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import LlamaModel, load_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -51,7 +52,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(model: LlamaModel, prompts: list[list[int]]) -> list[list[int]]:
     """From an engine without any tier and without a prefix cache."""
-    engine = ReferenceEngine(model, EngineOptions(num_blocks=400, prefix_caching=False))
+    engine = ReferenceEngine(model, *sized(num_blocks=400, prefix_caching=False))
     made: dict[int, list[int]] = {key: [] for key in range(len(prompts))}
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     for key, prompt in enumerate(prompts):
@@ -80,7 +81,7 @@ def start(
 ) -> tuple[TieredEngine, int]:
     """An engine with the smallest arena for these prompts; and how many blocks that is."""
     num_blocks = (max(map(len, prompts)) + NEW_TOKENS) // BLOCK_SIZE + 6
-    options = EngineOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    options = sized(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     return TieredEngine(model, setups(*tiers), options), num_blocks
 
 

@@ -13,10 +13,11 @@ import pytest
 from tests.e2e.identity_prompts import PROMPTS
 from tests.support.oracle import SOURCE, greedy
 from tests.support.reference_integrity import check_engine
+from tests.support.reference_options import sized
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import LlamaModel, load_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]  # prompts of 3,000 tokens, on a CPU
@@ -67,7 +68,7 @@ def run(
 
 
 def make_engine(model: LlamaModel, **options: Any) -> ReferenceEngine:
-    return ReferenceEngine(model, EngineOptions(**{"num_blocks": 400, **options}))
+    return ReferenceEngine(model, *sized(**{"num_blocks": 400, **options}))
 
 
 def test_one_at_a_time(

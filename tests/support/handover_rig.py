@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from attrs import asdict, frozen
+from tests.support.reference_options import sized
 from tests.support.tiered_engine import IDENTITY
 from tests.support.tiny_llama import tiny_model
 
@@ -29,7 +30,7 @@ from commutator.engine.client import TokenApiClient
 from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_engine_kit.kv.transfer.puller import PullTimes
 from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.handover import Handover
 
 __all__ = [
@@ -66,7 +67,7 @@ class TinyWorker(TokenEngine):
         self.options = options
         self.engine = ReferenceEngine(
             tiny_model(seed=options.seed),
-            EngineOptions(
+            *sized(
                 num_blocks=options.num_blocks,
                 block_size=options.block_size,
                 max_running_requests=16,

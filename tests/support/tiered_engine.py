@@ -9,12 +9,13 @@ from typing import Self
 from attrs import evolve
 from tests.support.kv_integrity import check_connector
 from tests.support.reference_integrity import check_engine
+from tests.support.reference_options import Sized
 
 from commutator.contract.block import CacheIdentity, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import LlamaModel
 
 __all__ = ["TieredEngine"]
@@ -27,13 +28,11 @@ IDENTITY = CacheIdentity(
 class TieredEngine:
     """Checks the block accounting at every step."""
 
-    def __init__(
-        self, model: LlamaModel, tiers: Sequence[TierSetup], options: EngineOptions
-    ) -> None:
+    def __init__(self, model: LlamaModel, tiers: Sequence[TierSetup], options: Sized) -> None:
         self.events: list[KvEvent] = []
-        self.engine = ReferenceEngine(model, options, on_kv_events=self.events.extend)
+        self.engine = ReferenceEngine(model, *options, on_kv_events=self.events.extend)
         self.said: dict[int, list[TokenDelta]] = {}
-        identity = evolve(IDENTITY, block_size=options.block_size)
+        identity = evolve(IDENTITY, block_size=options[0].block_size)
         self.connector = KvConnector(
             tiers,
             self.engine.arena.block_arena,

@@ -20,7 +20,7 @@ from tests.support.kv_rig import (
 
 from commutator.contract.worker import KvPrompt, TierContents
 from commutator.errors import EngineError
-from commutator_engine_kit.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
+from commutator_engine_kit.kv.admin import KvAdmin, LocatedPrompt
 
 KEYS = chain(1, 6)
 DRAM = {"kind": "dram", "capacity": 4 * BLOCK_BYTES, "huge_pages": "off"}
@@ -72,9 +72,7 @@ def test_contents_begin_with_the_device_if_the_engine_counts_it(rig: KvRig) -> N
     def locate(question: KvPrompt) -> LocatedPrompt:
         raise NotImplementedError
 
-    device = DeviceBlocks("GPU", held=2, cached=3, capacity=8, block_bytes=BLOCK_BYTES)
-    first, *tiers = KvAdmin(rig.connector, locate, lambda: device).contents()
-    assert first == TierContents(
+    device = TierContents(
         tier="device",
         medium="GPU",
         up=True,
@@ -83,6 +81,8 @@ def test_contents_begin_with_the_device_if_the_engine_counts_it(rig: KvRig) -> N
         bytes=5 * BLOCK_BYTES,
         capacity_blocks=8,
     )
+    first, *tiers = KvAdmin(rig.connector, locate, lambda: device).contents()
+    assert first == device
     assert [tier.tier for tier in tiers] == ["dram", "nvme"]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from attrs import evolve
 from tests.support.kv_rig import setups
+from tests.support.reference_options import sized
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import tiny_model
 from torch import Tensor
@@ -18,7 +19,6 @@ from commutator_engine_kit.kv.block_manager.actions import LoadResult
 from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored
 from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_reference.arena import KVArena
-from commutator_reference.engine import EngineOptions
 from commutator_reference.model import Batch, LlamaModel
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_the_second_time_the_faster_way_is_known(slow: str) -> None:
         setup = evolve(setup, wrap_io=SlowToRead)
     else:
         model.__class__ = SlowToCompute
-    with TieredEngine(model, [setup], EngineOptions(num_blocks=64, block_size=4)) as tiered:
+    with TieredEngine(model, [setup], sized(num_blocks=64, block_size=4)) as tiered:
         said = ask(tiered, 0)
         assert ask(tiered, 1) == said
         assert tiered.loaded() == {"dram": BLOCKS}, "nothing is known of the tier: it is measured"

@@ -11,12 +11,13 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.reference_integrity import check_engine
+from tests.support.reference_options import sized
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 from commutator.errors import RequestError
 from commutator_reference.arena import KVArena
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import build_batch
 from commutator_reference.sampler import OPTIONS, forbid
 from commutator_reference.scheduler import Chunk
@@ -28,12 +29,12 @@ PROMPTS = st.lists(
 
 
 def engine(max_tokens: int = 128, *, num_blocks: int = 128) -> ReferenceEngine:
-    options = EngineOptions(
+    options = sized(
         num_blocks=num_blocks, block_size=4, max_running_requests=8, max_tokens_per_step=max_tokens
     )
     return ReferenceEngine(
         MODEL,
-        options,
+        *options,
         decode=lambda ids: " ".join(map(str, ids)),
         encode=lambda text: [int(word) for word in text.split()],
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from tests.support.kv_rig import setups, wait_for
+from tests.support.reference_options import sized
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.worker import TierState
-from commutator_reference.engine import EngineOptions
 from commutator_reference.tiering import Tiering
 
 MODEL = tiny_model()
@@ -44,7 +44,7 @@ def tiers(folder: Path, *, room: int = 200, **dram: Any) -> list[dict[str, Any]]
 
 def engine(folder: Path, *, running: int = 1, blocks: int = 20, **dram: Any) -> TieredEngine:
     """Blocks go to disk once they are computed."""
-    options = EngineOptions(
+    options = sized(
         num_blocks=blocks,
         block_size=BLOCK_SIZE,
         max_running_requests=running,

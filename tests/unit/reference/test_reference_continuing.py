@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from tests.support.reference_options import sized
 from tests.support.tiny_llama import tiny_model
 
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import RequestError
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 
 MODEL = tiny_model()
 PROMPT = [(5 * i * i + 7) % 90 + 5 for i in range(21)]
@@ -22,8 +23,8 @@ def letters(ids: Any) -> str:
 
 def run(*requests: GenerateRequest) -> list[list[TokenDelta]]:
     """The deltas of each, all computed together."""
-    options = EngineOptions(num_blocks=512, block_size=4)
-    engine = ReferenceEngine(MODEL, options, decode=letters)
+    options = sized(num_blocks=512, block_size=4)
+    engine = ReferenceEngine(MODEL, *options, decode=letters)
     for key, request in enumerate(requests):
         engine.submit(key, request)
     deltas: dict[int, list[TokenDelta]] = {key: [] for key in range(len(requests))}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.reference_integrity import check_engine
+from tests.support.reference_options import sized
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
@@ -18,7 +19,7 @@ from commutator.contract.request import FinishReason, GenerateRequest, SamplingP
 from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_reference.arena import KVArena
-from commutator_reference.engine import Deltas, EngineOptions, ReferenceEngine
+from commutator_reference.engine import Deltas, ReferenceEngine
 from commutator_reference.model import build_batch
 from commutator_reference.scheduler import Chunk
 
@@ -30,6 +31,7 @@ def make(
     *,
     max_running: int = 16,
     max_tokens: int = 128,
+    max_model_len: int | None = None,
     hooks: dict[str, Any] | None = None,
     **options: Any,
 ) -> ReferenceEngine:
@@ -40,7 +42,7 @@ def make(
         "max_tokens_per_step": max_tokens,
         **options,
     }
-    return ReferenceEngine(MODEL, EngineOptions(**sizes), **(hooks or {}))
+    return ReferenceEngine(MODEL, *sized(**sizes), max_model_len=max_model_len, **(hooks or {}))
 
 
 def request(prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
@@ -371,7 +373,7 @@ def test_one_block_is_one_range_of_bytes() -> None:
 
 def test_bfloat16_runs() -> None:
     half = tiny_model(dtype=torch.bfloat16)
-    engine = ReferenceEngine(half, EngineOptions(num_blocks=32))
+    engine = ReferenceEngine(half, *sized(num_blocks=32))
     engine.submit(1, request(PROMPTS[4]))
     engine.submit(2, request(PROMPTS[2]))
     assert all(len(tokens(deltas)) == 12 for deltas in finish(engine).values())

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 
 import pytest
+from tests.support.reference_options import sized
 from tests.support.tiny_llama import tiny_model
 
 from commutator.contract.block import BlockRemoved, EventBatch, KvEvent
@@ -15,7 +16,7 @@ from commutator.contract.routing import WorkerRank
 from commutator.kv_events.codec import decode_batch, encode_batch
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.index import PrefixIndex
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 
 BLOCK = 4
 SALTS = (None, "tenant")
@@ -28,10 +29,10 @@ class Watched:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(BLOCK)
-        options = EngineOptions(
+        options = sized(
             num_blocks=16, block_size=BLOCK, max_running_requests=4, max_tokens_per_step=32
         )
-        self.engine = ReferenceEngine(load_tiny(), options, on_kv_events=self._take)
+        self.engine = ReferenceEngine(load_tiny(), *options, on_kv_events=self._take)
         self.evicted = 0
         self._asked = 0
 

@@ -12,6 +12,7 @@ import pytest
 from attrs import evolve
 from tests.support.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 from tests.support.kv_rig import setups
+from tests.support.reference_options import Sized, sized
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
@@ -20,7 +21,6 @@ from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.tier_stack import OnboardTicket
 from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.kv.tiers.setup import TierSetup
-from commutator_reference.engine import EngineOptions
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
@@ -37,8 +37,8 @@ def prompt(number: int, length: int = 61) -> list[int]:
 PROMPTS = [prompt(number) for number in range(10)]
 
 
-def options(num_blocks: int, **changes: Any) -> EngineOptions:
-    return EngineOptions(
+def options(num_blocks: int, **changes: Any) -> Sized:
+    return sized(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_running_requests=16,

@@ -8,12 +8,12 @@ from typing import Any
 
 from attrs import evolve
 from tests.support.kv_rig import setups
+from tests.support.reference_options import sized
 from tests.support.tiered_engine import IDENTITY, TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator.contract.block import RetentionHints
 from commutator.contract.request import GenerateRequest, KvRetention, SamplingParams
-from commutator_reference.engine import EngineOptions
 from commutator_reference.scheduler import Sequence
 
 MODEL = tiny_model()
@@ -31,7 +31,7 @@ def request(name: str, prompt: Many[int], *retention: KvRetention, **more: Any) 
 
 def engine(**dram: Any) -> TieredEngine:
     tier = {"kind": "dram", "capacity": 40 * SLOT_BYTES, "huge_pages": "off", **dram}
-    return TieredEngine(MODEL, setups(tier), EngineOptions(num_blocks=32, block_size=BLOCK_SIZE))
+    return TieredEngine(MODEL, setups(tier), sized(num_blocks=32, block_size=BLOCK_SIZE))
 
 
 def serve(tiered: TieredEngine, key: int, asked: GenerateRequest) -> None:

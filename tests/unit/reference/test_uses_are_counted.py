@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from tests.support.kv_rig import setups
+from tests.support.reference_options import sized
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
-
-from commutator_reference.engine import EngineOptions
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
@@ -25,7 +24,7 @@ def prompt(number: int) -> list[int]:
 
 def engine(**tier: Any) -> TieredEngine:
     dram = {"kind": "dram", "capacity": 400 * SLOT_BYTES, "huge_pages": "off", **tier}
-    return TieredEngine(MODEL, setups(dram), EngineOptions(num_blocks=72, block_size=BLOCK_SIZE))
+    return TieredEngine(MODEL, setups(dram), sized(num_blocks=72, block_size=BLOCK_SIZE))
 
 
 def serve(tiered: TieredEngine, first_key: int, *numbers: int) -> None:
@@ -57,10 +56,8 @@ def test_a_load_is_one_use() -> None:
         serve(tiered, 0, 1, 1, *range(10, 18))
         manager = tiered.connector._stack.manager
         assert manager._uses is not None
-        uses = dict(manager._uses._counts._values)
+        uses = dict(manager._uses._values)
         serve(tiered, 100, 1)
         assert tiered.loaded()["dram"] == FULL_BLOCKS
-        loaded = {
-            one: count for one, count in manager._uses._counts._values.items() if uses.get(one) == 2
-        }
+        loaded = {one: count for one, count in manager._uses._values.items() if uses.get(one) == 2}
         assert set(loaded.values()) == {3}

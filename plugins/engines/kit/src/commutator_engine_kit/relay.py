@@ -111,20 +111,13 @@ class RelayServer:
     ``instance`` is that of the worker; requests that mean another one are refused.
     """
 
-    def __init__(
-        self,
-        start: RelayStart,
-        *,
-        instance: str | None = None,
-        max_connections: int = _MAX_CONNECTIONS,
-    ) -> None:
+    def __init__(self, start: RelayStart, *, instance: str | None = None) -> None:
         self._rules = start.rules
         self._instance = instance
         self._target = base_of(start.target)
         self._key = api_key_at(base_of(start.url))
         self._engine_key = start.rules.api_key or api_key_at(self._target)
         self._gate = ServerGate(SERVICE)
-        self._max_connections = max_connections
         self._server = web.Server(self._handle, handler_cancellation=True)
         self._session: aiohttp.ClientSession | None = None
         self._listener: Listener | None = None
@@ -153,8 +146,8 @@ class RelayServer:
         """Who connects, by its certificate; None without TLS. Raises TlsError."""
         identity = self._gate.identify(transport)
         problem = None
-        if len(self._server.connections) >= self._max_connections:
-            problem = f"{self._max_connections} connections are open"
+        if len(self._server.connections) >= _MAX_CONNECTIONS:
+            problem = f"{_MAX_CONNECTIONS} connections are open"
         elif identity is not None and not self._may(identity, Right.GENERATE, Right.OPERATE):
             problem = f"{identity} must not {Right.GENERATE}"
         if problem is not None:

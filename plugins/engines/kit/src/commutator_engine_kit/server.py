@@ -32,7 +32,6 @@ from commutator.trust import (
     Identity,
     Listener,
     Right,
-    RunSecret,
     ServerGate,
     listen,
     network_of_this_process,
@@ -219,7 +218,7 @@ class _Connection:
         return self.codec
 
     def _on_lost(self, reason: str) -> None:
-        self.server.left(self)
+        self.server.connections.discard(self)
         if self.engine_keys:
             log.info("client disconnected (%s): %d requests aborted", reason, len(self.engine_keys))
         for key in list(self.engine_keys):
@@ -240,25 +239,19 @@ def _needed_rights(frame: list[Any]) -> tuple[Right, ...]:
 class TokenApiServer:
     """Serves one ``TokenEngine`` to any number of connections.
 
-    They come from processes of the run of ``secret``, by default that of this process; all others
-    are refused. A process of no run serves everyone who can connect.
+    They come from processes of this process's run; all others are refused. A process of no run
+    serves everyone who can connect.
     """
 
-    def __init__(
-        self,
-        engine: TokenEngine,
-        *,
-        secret: RunSecret | None = None,
-        instance: str | None = None,
-    ) -> None:
+    def __init__(self, engine: TokenEngine, *, instance: str | None = None) -> None:
         """``instance`` is by default what the supervisor gave this process; None: it gave none."""
-        self.gate = ServerGate(SERVICE, secret)
+        self.gate = ServerGate(SERVICE)
         self.instance = os.environ.get(INSTANCE) if instance is None else instance
         self._engine = engine
         self._keys = itertools.count(1)
         self._owner: dict[int, tuple[_Connection, int]] = {}
         """Engine key to the connection and its own key for the request."""
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
         self._draining = False
         self._answering: set[asyncio.Task[None]] = set()
         self._submitting: set[asyncio.Task[None]] = set()
@@ -280,19 +273,15 @@ class TokenApiServer:
         """Close every connection and stop the engine."""
         if self._listener is not None:
             self._listener.close()
-            for connection in list(self._connections):
+            for connection in list(self.connections):
                 connection.frames.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._engine.stop)
 
     def _connect(self) -> FrameProtocol:
         connection = _Connection(self)
-        self._connections.add(connection)
+        self.connections.add(connection)
         return connection.frames
-
-    def left(self, connection: _Connection) -> None:
-        """A connection has ended."""
-        self._connections.discard(connection)
 
     def _emit_threadsafe(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
         assert self._loop is not None

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from concurrent.futures import Future
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from commutator import (
     EngineLoad,
@@ -29,6 +29,7 @@ from commutator_engine_kit.kv import KvConnector, LocatedPrompt
 from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import ANONYMOUS, BlockPool
+from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import Grammars, Matcher
 from commutator_reference.handover import Handover, TransferParams
 from commutator_reference.model import Abandoned, LlamaModel, build_batch
@@ -43,7 +44,7 @@ from commutator_reference.sampler import (
 from commutator_reference.scheduler import Chunk, Scheduler, Sequence, Step
 from commutator_reference.tiering import Tiering
 
-__all__ = ["Deltas", "EngineOptions", "ReferenceEngine"]
+__all__ = ["Deltas", "ReferenceEngine"]
 
 log = logging.getLogger(__name__)
 
@@ -52,23 +53,6 @@ Deltas = list[tuple[int, TokenDelta]]
 
 _WAKE_S = 0.2
 """How often an idle ``run`` checks its stop event, in seconds."""
-
-
-@frozen(kw_only=True)
-class EngineOptions:
-    """Sizes and limits of one engine."""
-
-    num_blocks: int
-    """KV blocks in the arena; ``arena.block_bytes`` is the size of one."""
-    block_size: int = 16
-    """Tokens in one KV block."""
-    max_running_requests: int = 32
-    max_tokens_per_step: int = 512
-    max_queued_requests: int = 1024
-    """Requests that may wait in addition to running ones; one more is refused as overload."""
-    max_model_len: int | None = None
-    """Most tokens of prompt and answer together; by default what model and arena allow."""
-    prefix_caching: bool = True
 
 
 class ReferenceEngine:
@@ -84,15 +68,21 @@ class ReferenceEngine:
     def __init__(
         self,
         model: LlamaModel,
-        options: EngineOptions,
+        options: ReferenceConfig,
+        num_blocks: int,
         *,
+        max_model_len: int | None = None,
         decode: Decode | None = None,
         encode: Callable[[str], Many[int]] | None = None,
         grammars: Grammars | None = None,
         on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
     ) -> None:
-        capacity = options.num_blocks * options.block_size
-        longest = options.max_model_len or model.config.context_length
+        """``num_blocks``: KV blocks in the arena.
+
+        ``max_model_len``: by default what model and arena allow.
+        """
+        capacity = num_blocks * options.block_size
+        longest = max_model_len or model.config.context_length
         self.max_model_len = min(longest, model.config.context_length, capacity)
         """Most tokens of prompt and answer together."""
         self._model = model
@@ -103,14 +93,12 @@ class ReferenceEngine:
         self._on_kv_events = on_kv_events
         self.arena = KVArena(
             model.config,
-            options.num_blocks,
+            num_blocks,
             options.block_size,
             device=model.device,
             dtype=model.dtype,
         )
-        self.pool = BlockPool(
-            options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
-        )
+        self.pool = BlockPool(num_blocks, options.block_size, prefix_caching=options.prefix_caching)
         self._scheduler = Scheduler(
             self.pool,
             self.max_model_len,
@@ -133,7 +121,7 @@ class ReferenceEngine:
         self._inbox: deque[Callable[[], object]] = deque()
         self._live: set[int] = set()
         self._pending: dict[int, GenerateRequest] = {}
-        self._load = EngineLoad(kv_capacity_blocks=options.num_blocks)
+        self._load = EngineLoad(kv_capacity_blocks=num_blocks)
         self._woken = False
 
     def use_tiers(self, connector: KvConnector) -> None:

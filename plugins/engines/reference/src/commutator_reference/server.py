@@ -13,15 +13,15 @@ import torch
 from attrs import evolve
 
 from commutator import EngineInfo, GenerateRequest
-from commutator.contract.worker import TransferStatistics
+from commutator.contract.worker import TierContents, TransferStatistics
 from commutator.errors import ConfigError
 from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
-from commutator_engine_kit.kv import DeviceBlocks, KvAdmin, KvConnector
+from commutator_engine_kit.kv import KvAdmin, KvConnector
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import KINDS, Grammars
-from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.engine import ReferenceEngine
 from commutator_reference.handover import Handover
 from commutator_reference.model import load_model
 from commutator_reference.preflight import missing_for_handover
@@ -65,15 +65,9 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         self._constraints = Grammars(text.tokenizer.to_str, llama.config.vocab_size, ends)
         super().__init__(
             llama,
-            EngineOptions(
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                max_running_requests=config.max_running_requests,
-                max_tokens_per_step=config.max_tokens_per_step,
-                max_queued_requests=config.max_queued_requests,
-                max_model_len=model.max_model_len,
-                prefix_caching=config.prefix_caching,
-            ),
+            config,
+            num_blocks,
+            max_model_len=model.max_model_len,
             decode=text.decode,
             encode=partial(text.encode, add_special_tokens=False),
             grammars=self._constraints,
@@ -107,7 +101,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             )
             self._connector.start()
             self.use_tiers(self._connector)
-            self._admin = KvAdmin(self._connector, self.locate, self._device_blocks)
+            self._admin = KvAdmin(self._connector, self.locate, self._device_contents)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
@@ -146,14 +140,17 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             )
             os._exit(os.EX_SOFTWARE)
 
-    def _device_blocks(self) -> DeviceBlocks:
+    def _device_contents(self) -> TierContents:
         load, on_cpu = self.load(), self.arena.tensor.device.type == "cpu"
-        return DeviceBlocks(
+        blocks = load.kv_used_blocks + load.kv_cached_blocks
+        return TierContents(
+            tier="device",
             medium="CPU" if on_cpu else "GPU",
-            held=load.kv_used_blocks,
-            cached=load.kv_cached_blocks,
-            capacity=load.kv_capacity_blocks,
-            block_bytes=self.arena.block_arena.block_bytes,
+            up=True,
+            blocks=blocks,
+            pinned=load.kv_used_blocks,
+            bytes=blocks * self.arena.block_arena.block_bytes,
+            capacity_blocks=load.kv_capacity_blocks,
         )
 
     @property

@@ -13,7 +13,7 @@ from commutator.errors import RequestError
 from commutator.tokenizer import TextModel
 from commutator_sim.config import ScriptedAnswer
 
-__all__ = ["Answer", "Script", "logprobs_of", "plan_answer", "refuse_what_needs_a_model"]
+__all__ = ["Answer", "logprobs_of", "plan_answer", "refuse_what_needs_a_model", "scripted"]
 
 _LN2 = log(2)
 
@@ -104,22 +104,15 @@ def plan_answer(
     return Answer(token_ids[:count], reason if stop is None else FinishReason.STOP, stop)
 
 
-class Script:
-    """Scripted answers, as tokens."""
-
-    def __init__(self, answers: Sequence[ScriptedAnswer], text: TextModel | None) -> None:
-        self._text = text
-        self._answers = [] if text is None else answers
-
-    def says(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """What is said to a prompt; None: nothing is scripted for it."""
-        if not self._answers or self._text is None:
-            return None
-        asked = self._text.decode(prompt, skip_special_tokens=False)
-        for answer in self._answers:
-            if answer.when in asked:
-                return self._text.encode(answer.say, add_special_tokens=False)
+def scripted(
+    answers: Sequence[ScriptedAnswer], text: TextModel | None, prompt: Sequence[int]
+) -> Sequence[int] | None:
+    """What is said to a prompt, as tokens; None: nothing is scripted for it."""
+    if not answers or text is None:
         return None
+    asked = text.decode(prompt, skip_special_tokens=False)
+    say = next((answer.say for answer in answers if answer.when in asked), None)
+    return None if say is None else text.encode(say, add_special_tokens=False)
 
 
 def _cycle(prompt: Sequence[int], count: int, never: Collection[int]) -> list[int]:

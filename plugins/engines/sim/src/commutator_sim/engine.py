@@ -27,10 +27,10 @@ from commutator_engine_kit.kv.transfer import (
 )
 from commutator_sim.answers import (
     Answer,
-    Script,
     logprobs_of,
     plan_answer,
     refuse_what_needs_a_model,
+    scripted,
 )
 from commutator_sim.config import SimConfig
 from commutator_sim.constrained import KINDS, constrained_text
@@ -115,7 +115,6 @@ class SimEngine(TokenEngine):
         self._model_name = model
         self._max_model_len = min(max_model_len, config.kv_capacity_blocks * config.block_size)
         self._text = text
-        self._script = Script(config.answers, text)
         self._factor = config.time_factor
         # The puller waits for the time of a transfer, so the model must not count it again.
         self._model = SimModel(
@@ -308,12 +307,11 @@ class SimEngine(TokenEngine):
         """What the answer is if not the prompt again. Raises RequestError."""
         constraint, text = request.constraint, self._text
         if constraint is None:
-            return self._script.says(prompt)
+            return scripted(self._config.answers, text, prompt)
         if text is None:
             raise RequestError("response_format: this worker has no tokenizer to follow it with")
-        seed = hash(
-            (request.sampling.seed or 0, *prompt)
-        )  # the same in each process, as of integers
+        # The same in each process, as of integers.
+        seed = hash((request.sampling.seed or 0, *prompt))
         said = constrained_text(constraint, seed)
         return [*constraint.after, *text.encode(said, add_special_tokens=False)]
 

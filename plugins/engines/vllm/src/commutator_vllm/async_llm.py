@@ -10,6 +10,7 @@ import asyncio
 import os
 from typing import Any
 
+import msgspec
 import vllm
 from attrs import evolve
 from pydantic import TypeAdapter
@@ -188,13 +189,7 @@ def _info(llm: Any, args: Any, host: str) -> EngineInfo:
         ranks=len(llm.engine_core.engine_ranks_managed),
     )
     sources = {
-        str(rank): KvEventSource(
-            endpoint=source.endpoint,
-            replay_endpoint=source.replay_endpoint,
-            topic=source.topic,
-            enable_kv_cache_events=source.enable_kv_cache_events,
-            publisher=source.publisher,
-        )
+        str(rank): msgspec.convert(source, KvEventSource, from_attributes=True)
         for rank, source in llm.get_kv_event_sources().items()
     }
     events = event_source(sources, f"http://{host}", None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Unpack
 from urllib.parse import parse_qs, urlsplit
@@ -174,12 +174,10 @@ class VllmTokenClient(TokenApiClient):
             return info
         return evolve(info, handover=handover_info(info.model, info.version, info.block_size))
 
-    @asynccontextmanager
-    async def forward(
+    def forward(
         self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[HttpAnswer]:
-        async with self._server.forward(path, body, headers) as answer:
-            yield answer
+    ) -> AbstractAsyncContextManager[HttpAnswer]:
+        return self._server.forward(path, body, headers)
 
     async def close(self) -> None:
         await super().close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from commutator_engine_kit.faces import face
 
 if TYPE_CHECKING:
-    from commutator_engine_kit.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
+    from commutator_engine_kit.kv.admin import KvAdmin, LocatedPrompt
     from commutator_engine_kit.kv.arena import (
         Arena,
         BlockArena,
@@ -45,7 +45,6 @@ __all__ = [
     "BlockArena",
     "BlockManager",
     "BlockPart",
-    "DeviceBlocks",
     "FinishedOnboard",
     "KvAdmin",
     "KvConnector",

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import UNBOUNDED
@@ -23,10 +23,11 @@ from commutator.errors import EngineError
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency, LoadResult
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.stores import PART_BLOCKS
-from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor
 from commutator_engine_kit.kv.tiers.mover import IoContext
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
-__all__ = ["DeviceBlocks", "KvAdmin", "LocatedPrompt"]
+__all__ = ["KvAdmin", "LocatedPrompt"]
 
 _COUNT_TIMEOUT_S = 3.0
 """Limit for a tier's count of its bytes."""
@@ -36,6 +37,10 @@ _LOOK_UP_TIMEOUT_S = 2.0
 
 _NO_ROOM_PAUSE_S = 0.002
 VERIFY_REASON = "found corrupt by verify"
+_READ = (LoadResult.LOADED, LoadResult.CORRUPT)
+
+_Verified = tuple[TierVerification, Sequence[BlockKey]]
+"""With the blocks that are corrupt."""
 
 
 @frozen
@@ -50,32 +55,18 @@ class LocatedPrompt:
     """Tokens in a block."""
 
 
-@frozen
-class DeviceBlocks:
-    """The engine's own KV memory."""
-
-    medium: str
-    """Its name in KV events."""
-    held: int
-    """Blocks that running requests use."""
-    cached: int
-    """Reusable blocks that no request uses."""
-    capacity: int
-    block_bytes: int
-
-
 class KvAdmin:
     """Call methods from any thread but the engine's and the tiers' own.
 
-    ``locate`` maps a prompt to the engine's block keys; ``device`` counts the engine's own KV
-    memory for ``contents``, where the engine can. Methods raise EngineError for an unknown tier.
+    ``locate`` maps a prompt to the engine's block keys; ``device`` tells of the engine's own KV
+    memory, for ``contents``. Methods raise EngineError for an unknown tier.
     """
 
     def __init__(
         self,
         connector: KvConnector,
         locate: Callable[[KvPrompt], LocatedPrompt],
-        device: Callable[[], DeviceBlocks] | None = None,
+        device: Callable[[], TierContents] | None = None,
     ) -> None:
         self._connector = connector
         self._locate = locate
@@ -89,7 +80,8 @@ class KvAdmin:
     def contents(self) -> list[TierContents]:
         """How full the device and each tier are. Waits up to 3 s for each busy tier."""
         sizes = [self._stored_bytes(number) for number in range(len(self._connector.tiers))]
-        return self._on_device() + [
+        device = [] if self._device is None else [self._device()]
+        return device + [
             TierContents(
                 tier=state.name,
                 medium=state.medium,
@@ -141,36 +133,14 @@ class KvAdmin:
         if not self._verifying.acquire(blocking=False):
             raise EngineError("a verification of the blocks is running; wait for its end")
         try:
-            jobs = {
-                number: _VerifyJob(self._connector.tiers[number].config.load_timeout_s)
-                for number in numbers
-            }
-            for number, job in jobs.items():
-                self._connector.on_tier(number, JobUrgency.VERIFY, job.run)
-            return [self._verified(number, job) for number, job in jobs.items()]
+            answers = [self._verify(number) for number in numbers]
+            return [self._without_corrupt(*answer.result()) for answer in answers]
         finally:
             self._verifying.release()
 
     def set_peers(self, addresses: Sequence[str]) -> None:
         """Set the addresses at which other workers of the same model lend blocks."""
         self._connector.use_peers(addresses)
-
-    def _on_device(self) -> list[TierContents]:
-        if self._device is None:
-            return []
-        device = self._device()
-        blocks = device.held + device.cached
-        return [
-            TierContents(
-                tier="device",
-                medium=device.medium,
-                up=True,
-                blocks=blocks,
-                pinned=device.held,
-                bytes=blocks * device.block_bytes,
-                capacity_blocks=device.capacity,
-            )
-        ]
 
     def _wait(self, lookup: Future[None]) -> None:
         """Wait for shared tiers' answers, at most ``_LOOK_UP_TIMEOUT_S``: they may be down."""
@@ -179,22 +149,18 @@ class KvAdmin:
         except TimeoutError:
             lookup.cancel()
 
-    def _verified(self, number: int, job: _VerifyJob) -> TierVerification:
-        job.over.wait()
-        name = self._connector.tiers[number].name
-        if job.corrupt:
-            self._connector.stores.evict(job.corrupt, tier=name, reason=VERIFY_REASON)
-        return TierVerification(
-            tier=name,
-            blocks=job.blocks,
-            intact=job.results[LoadResult.LOADED],
-            corrupt=job.results[LoadResult.CORRUPT],
-            gone=job.results[LoadResult.MISSING],
-            unreadable=job.results[LoadResult.FAILED],
-            bytes=job.size_bytes,
-            seconds=job.seconds,
-            problem=job.problem,
-        )
+    def _verify(self, number: int) -> Future[_Verified]:
+        answer: Future[_Verified] = Future()
+        job = _verification(self._connector.tiers[number], answer)
+        self._connector.on_tier(number, JobUrgency.VERIFY, job)
+        return answer
+
+    def _without_corrupt(
+        self, verification: TierVerification, corrupt: Sequence[BlockKey]
+    ) -> TierVerification:
+        if corrupt:
+            self._connector.stores.evict(corrupt, tier=verification.tier, reason=VERIFY_REASON)
+        return verification
 
     def _numbers(self, tier: str | None) -> list[int]:
         names = [setup.name for setup in self._connector.tiers]
@@ -219,54 +185,49 @@ class KvAdmin:
             return None
 
 
-@define
-class _VerifyJob:
-    """The verification of one tier on its own thread, with the result."""
+def _verification(setup: TierSetup, answer: Future[_Verified]) -> Job:
+    """The job that reads a tier's blocks on its own thread, in parts, and then answers."""
 
-    timeout_s: float
-    """Limit for a part of ``PART_BLOCKS`` blocks."""
-    blocks: int = 0
-    size_bytes: int = 0
-    """Total size of the blocks that were read."""
-    results: Counter[LoadResult] = field(factory=Counter)
-    corrupt: list[BlockKey] = field(factory=list)
-    seconds: float = 0.0
-    problem: str | None = None
-    """Why it ended early; None if it did not."""
-    over: threading.Event = field(factory=threading.Event)
-
-    def run(self, worker: TierExecutor | None) -> Generator[None, None, None]:
-        """The job for ``TierThread``."""
+    def run(worker: TierExecutor | None) -> Generator[None, None, None]:
         started_s = time.monotonic()
-        self.problem = "the tier is down"
+        sizes: dict[BlockKey, int] = {}
+        results: dict[BlockKey, LoadResult] = {}
+        problem: str | None = "the tier is down"
         try:
             if worker is None:
                 return
             committed = worker.committed()
             if committed is None:
-                self.problem = "the tier cannot list its blocks; see the worker's log"
+                problem = "the tier cannot list its blocks; see the worker's log"
                 return
-            self.blocks = len(committed)
             sizes = {stored.key: stored.size_bytes for stored in committed}
             keys = list(sizes)
-            at = 0
-            self.problem = "the worker was stopped, or the tier was closed"
-            while at < len(keys) and worker.is_open:
-                context = IoContext(time.monotonic() + self.timeout_s)
+            problem = "the worker was stopped, or the tier was closed"
+            while len(results) < len(keys) and worker.is_open:
+                context = IoContext(time.monotonic() + setup.config.load_timeout_s)
+                at = len(results)
                 found = worker.verify(keys[at : at + PART_BLOCKS], context)
                 if not found:
                     time.sleep(_NO_ROOM_PAUSE_S)
-                for key, result in found.items():
-                    self.results[result] += 1
-                    if result is LoadResult.CORRUPT:
-                        self.corrupt.append(key)
-                    if result in (LoadResult.LOADED, LoadResult.CORRUPT):
-                        self.size_bytes += sizes[key]
-                at += len(found)
+                results |= found
                 yield
-            self.problem = (
-                None if at == len(keys) else "the tier was closed during the verification"
-            )
+            closed = len(results) < len(keys)
+            problem = "the tier was closed during the verification" if closed else None
         finally:
-            self.seconds = time.monotonic() - started_s
-            self.over.set()
+            count = Counter(results.values())
+            read = [key for key, result in results.items() if result in _READ]
+            verification = TierVerification(
+                tier=setup.name,
+                blocks=len(sizes),
+                intact=count[LoadResult.LOADED],
+                corrupt=count[LoadResult.CORRUPT],
+                gone=count[LoadResult.MISSING],
+                unreadable=count[LoadResult.FAILED],
+                bytes=sum(sizes[key] for key in read),
+                seconds=time.monotonic() - started_s,
+                problem=problem,
+            )
+            corrupt = [key for key in read if results[key] is LoadResult.CORRUPT]
+            answer.set_result((verification, corrupt))
+
+    return run

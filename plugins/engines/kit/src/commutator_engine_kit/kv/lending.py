@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import takewhile
-from typing import Protocol, TypeVar
+from typing import Any
 
 from commutator.contract.tier import (
     ExportOptions,
@@ -31,13 +31,8 @@ __all__ = ["OnTier", "TierExporter", "lend", "on_tier"]
 
 log = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
-
-
-class OnTier(Protocol):
-    """Runs a call on the thread that owns the tier, soon; ``Executor.submit`` is one of these."""
-
-    def __call__(self, call: Callable[[], ResultT], /) -> Future[ResultT]: ...
+OnTier = Callable[[Callable[[], Any]], Future[Any]]
+"""Runs a call on the thread that owns the tier, soon; ``Executor.submit`` is one of these."""
 
 
 class TierExporter:
@@ -105,7 +100,8 @@ class TierExporter:
             self._on_tier(self._end_leases).result(timeout_s)
 
     async def _look_up(self, request: LookupRequest) -> LentBlocks:
-        return await asyncio.wrap_future(self._on_tier(lambda: self._lend(request)))
+        lent: LentBlocks = await asyncio.wrap_future(self._on_tier(lambda: self._lend(request)))
+        return lent
 
     # What follows runs on the tier's thread.
 
@@ -146,11 +142,11 @@ class TierExporter:
         self._unpin(self._exporter.fail_all("the exporter is closed"))
 
 
-def on_tier(thread: TierThread, urgency: JobUrgency = JobUrgency.FREE) -> OnTier:
+def on_tier(thread: TierThread) -> OnTier:
     """Runs calls on a tier's thread. The future raises TierError while the tier is not open."""
 
-    def run(call: Callable[[], ResultT]) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
+    def run(call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
 
         def job(worker: TierExecutor | None) -> None:
             if future.set_running_or_notify_cancel():
@@ -161,7 +157,7 @@ def on_tier(thread: TierThread, urgency: JobUrgency = JobUrgency.FREE) -> OnTier
                 except Exception as error:  # noqa: BLE001 - the caller's to handle
                     future.set_exception(error)
 
-        thread.submit(urgency, job)
+        thread.submit(JobUrgency.FREE, job)
         return future
 
     return run

@@ -76,15 +76,13 @@ class Lookups:
         identity = evolve(self._identity, adapter=adapter, cache_salt=cache_salt)
         return block_keys(identity, token_ids, known)
 
-    def key_of(
-        self, name: bytes, *, adapter: str | None = None, cache_salt: str | None = None
-    ) -> BlockKey:
-        """The key of the block that the engine calls ``name``, with this adapter and salt.
+    def key_of(self, name: bytes) -> BlockKey:
+        """The key of the block that the engine calls ``name``.
 
-        The name must depend on the block's tokens and on all tokens before them.
+        The name must depend on the block's tokens, on all tokens before them, and on what else
+        keeps requests apart.
         """
-        identity = evolve(self._identity, adapter=adapter, cache_salt=cache_salt)
-        return sha256(b"named" + identity.digest + name).digest()
+        return sha256(b"named" + self._identity.digest + name).digest()
 
     def plan(
         self,
@@ -110,11 +108,9 @@ class Lookups:
         cancel = self._loads.cancel
         return self._after_answers(keys, first, name, decide, forget=True, unwanted=cancel)
 
-    def look_up(
-        self, keys: Sequence[BlockKey], *, first: int = 0, request_id: str | None = None
-    ) -> Future[None]:
+    def look_up(self, keys: Sequence[BlockKey], *, first: int = 0) -> Future[None]:
         """Ask shared tiers for the blocks from ``first`` on that no tier is known to have."""
-        return self._after_answers(keys, first, request_id, lambda: None)
+        return self._after_answers(keys, first, None, lambda: None)
 
     def prefetch(
         self, keys: Sequence[BlockKey], *, first: int = 0, request_id: str | None = None

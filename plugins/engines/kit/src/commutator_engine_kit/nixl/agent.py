@@ -12,7 +12,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from commutator.contract.tier import Direction, Memory, Region, Span
-from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
+from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.library import (
     create_backend,
     make_agent,
@@ -223,24 +223,19 @@ class Transfer:
             raise self._error
         return self._ended
 
-    def wait(self, timeout_s: float, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Return when every byte has arrived.
 
-        Raises TransferError when it failed, TransferTimeoutError after ``timeout_s``, and
-        TransferCancelledError once ``cancelled`` returns True. After the latter two the
+        Raises TransferError when it failed, TransferTimeoutError after ``timeout_s``; then the
         memory stays pinned until ``TransferAgent.reap`` returns the token.
         """
         started_s = time.monotonic()
-        deadline_s = started_s + timeout_s
         while not self.done():
-            if cancelled():
-                self.abandoned = True
-                raise TransferCancelledError(f"{self.request} was cancelled", self.token)
-            now_s = time.monotonic()
-            if now_s >= deadline_s:
+            waited_s = time.monotonic() - started_s
+            if waited_s >= timeout_s:
                 self.abandoned = True
                 raise TransferTimeoutError(f"{self.request} took over {timeout_s} s", self.token)
-            time.sleep(poll_pause_s(now_s - started_s))
+            time.sleep(poll_pause_s(waited_s))
 
     def post(self) -> None:
         """Begin. Called once, by the agent."""
@@ -442,12 +437,9 @@ class TransferAgent:
         if self in _still_writing:
             _still_writing.remove(self)
 
-    def _is_busy(self, peer: str) -> bool:
-        return any(transfer.request.path.peer == peer for transfer in self._under_way.values())
-
     def _refuse_while_busy(self, peer: str) -> None:
         """NIXL drops or replaces a peer at once, while bytes of a transfer may still arrive."""
-        if self._is_busy(peer):
+        if any(transfer.request.path.peer == peer for transfer in self._under_way.values()):
             raise TransferError(f"peer {peer}: a transfer is under way; wait until it is reaped")
 
     def _forget_peer(self, name: str) -> None:

@@ -61,17 +61,14 @@ class Recent(Generic[ValueT]):
         return self._values.get(key)
 
 
-class UseCounts:
-    """The number of uses of each of the ``remembered_blocks`` blocks seen last."""
-
-    def __init__(self, remembered_blocks: int) -> None:
-        self._counts = Recent[int](remembered_blocks)
+class UseCounts(Recent[int]):
+    """The number of uses of each block that it remembers."""
 
     def used(self, key: BlockKey) -> None:
-        self._counts.note(key, self[key] + 1)
+        self.note(key, self[key] + 1)
 
     def __getitem__(self, key: BlockKey) -> int:
-        return self._counts.of(key) or 0
+        return self.of(key) or 0
 
 
 def _offer_of(block: StoredBlock) -> BlockDescriptor:

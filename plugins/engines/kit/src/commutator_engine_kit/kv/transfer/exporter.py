@@ -19,7 +19,7 @@ from attrs import define, field
 from commutator.contract.worker import ExportStatistics
 from commutator.errors import CommutatorError, EngineHandoverError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.trust import Gate, Right, RunSecret, ServerGate, serve
+from commutator.trust import Gate, Right, ServerGate, serve
 from commutator_engine_kit.kv.transfer.protocol import (
     SERVICE,
     ExportedMemory,
@@ -203,9 +203,10 @@ _MOST_QUESTIONS = 8192
 class BlockExporter:
     """The leases of one arena or tier, and a server that answers readers' questions about them.
 
-    The lender may call ``begin`` to ``statistics`` from any thread. Readers are processes of the
-    run of ``secret``; all others are refused. UCX, which moves the bytes, checks nobody: it must
-    listen only where workers are.
+    The lender may call ``begin`` to ``statistics``, most of them as of ``LeaseTable``, from any
+    thread. Readers are processes of the
+    same run; all others are refused, unless this process is of none. UCX, which moves the bytes,
+    checks nobody: it must listen only where workers are.
     """
 
     def __init__(
@@ -214,21 +215,19 @@ class BlockExporter:
         *,
         memory: Callable[[], ExportedMemory] | None = None,
         look_up: Callable[[LookupRequest], Awaitable[LentBlocks]] | None = None,
-        most_blocks: int | None = None,
-        secret: RunSecret | None = None,
+        most_blocks: int = sys.maxsize,
     ) -> None:
         """``on_freed`` is called, from any thread, when ``take_freed`` has new blocks.
 
         ``memory`` answers "hello" for an arena; it may wait, and is called on a thread of its own.
         ``look_up`` answers "look_up" for a tier, which lends at most ``most_blocks`` at a time.
-        ``secret`` is by default that of this process; a process of no run answers everyone.
         """
-        self._gate: Gate = ServerGate(SERVICE, secret, expects=Right.BORROW)
+        self._gate: Gate = ServerGate(SERVICE, expects=Right.BORROW)
         self._on_freed = on_freed
         self._memory = memory
         self._look_up = look_up
         self._lock = threading.Lock()
-        self._leases = LeaseTable() if most_blocks is None else LeaseTable(most_blocks)
+        self._leases = LeaseTable(most_blocks)
         self._freed: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: dict[str, asyncio.Event] = {}
@@ -252,45 +251,31 @@ class BlockExporter:
 
     def stop(self) -> None:
         """Stop answering. Call this from any thread."""
-        self._soon(self._end_tasks)
+        self._soon(lambda: [task.cancel() for task in self._running])
 
     def begin(self, lease_id: str, lease_s: float) -> bool:
-        """Begin a lease. False when its reader has released it already.
-
-        Raises ValueError when it has begun already.
-        """
-        return self._changed(
-            lease_id, lambda: self._leases.begin(lease_id, lease_s, time.monotonic())
-        )
+        now_s = time.monotonic()
+        return self._changed(lease_id, lambda: self._leases.begin(lease_id, lease_s, now_s))
 
     def hold(self, lease_id: str, blocks: Sequence[int]) -> bool:
-        """Hold the prompt's next blocks. False when the lease has ended: hold nothing."""
         with self._lock:
             return self._leases.hold(lease_id, blocks)
 
     def publish(self, lease_id: str, blocks: Sequence[ReadyBlock]) -> None:
-        """Let the reader read the next held blocks."""
         self._changed(lease_id, lambda: self._leases.publish(lease_id, blocks))
 
     def complete(self, lease_id: str) -> None:
-        """Declare that no more blocks will be held."""
         self._changed(lease_id, lambda: self._leases.complete(lease_id))
 
     def room(self) -> int:
-        """How many more blocks ``lend`` accepts now."""
         with self._lock:
             return self._leases.room
 
     def lend(self, lease_id: str, blocks: Sequence[ReadyBlock], lease_s: float) -> bool:
-        """Begin and complete a lease. False when its reader has released it already: hold nothing.
-
-        Raises ValueError when there is no room, or the lease has begun already.
-        """
         with self._lock:
             return self._leases.lend(lease_id, blocks, lease_s, time.monotonic())
 
     def fail(self, lease_id: str, reason: str) -> None:
-        """End a lease whose prefill failed or was aborted."""
         self._end(lease_id, lambda: self._leases.fail(lease_id, reason))
 
     def fail_all(self, reason: str) -> list[int]:
@@ -401,10 +386,6 @@ class BlockExporter:
     def _wake_all(self) -> None:
         for event in self._news.values():
             event.set()
-
-    def _end_tasks(self) -> None:
-        for task in self._running:
-            task.cancel()
 
     def _soon(self, call: Callable[[], object]) -> None:
         if self._loop is not None:
