@@ -22,9 +22,13 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | | |
 |---|---|
 | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
+| `POST /v1/chat/completions/batch` | several conversations in `messages`, one answer to each |
+| `POST /invocations` | chat or completions, as the body shows |
 | `POST /v1/embeddings`, `/v1/responses`, `/v1/rerank`, `/v1/score` | the engine's own answer; see below |
 | `GET /v1/models`, `GET /v1/models/NAME` | what is served |
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
+| `GET /tokenizer_info` | special tokens, chat template and longest prompt, for clients that render and count by themselves |
+| `GET /version`, `GET /load` | of this front door: its version, and the requests that it has in hand |
 | `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail, which needs the permission `metrics` |
 | `GET /metrics` | Prometheus; see [metrics](metrics.md); needs the permission `metrics` |
 | `GET /ui`, and `/` for browsers | a [page](../how-to/watch.md) that shows the run, and a chat; without a key, as it holds no data |
@@ -38,6 +42,7 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `Authorization: Bearer KEY` | needed everywhere but at `/live`, `/ready` and `/ui` when the section `auth` or `frontend.api_keys` is set |
 | `X-Request-Id` | your id for the request; a random one by default. The answer repeats it |
 | `X-Request-Timeout-S` | give up after this many seconds, if less than `frontend.request_timeout_s` |
+| `endpoint-load-metrics-format: TEXT` or `JSON` | the answer's `endpoint-load-metrics` tells the requests that the model's workers have in hand, and those that wait (ORCA) |
 | `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON; needs the permission `explain` |
 
 Every answer names its worker in `X-Commutator-Worker`, and in `X-Commutator-Ignored` the parameters of the request that had no
@@ -63,10 +68,23 @@ An error after a stream began is sent as an event with the same `error` object, 
 ## What only the engine does
 
 The front door does not serve tools, JSON schemas, images and `suffix`. Where a model's workers take OpenAI
-requests themselves (`vllm`, `sglang`, `trtllm`), it passes such a request to one of them and returns the answer unchanged.
+requests themselves (`vllm`, `sglang`, `trtllm`), it passes such a request to one of them and returns the answer; an error
+has the shape above, with `engine_refused`.
 The request is routed like every other, by its prefix if the prompt can be rendered here, but no other worker continues
 it when its own is lost. Other models refuse it with 400; it is never ignored. `logprobs` from an engine that computes none is
 400, too.
+
+## Log probabilities
+
+Of answers and of prompts they are before temperature and filters. In completions `logprobs: N` lists at each place the token and
+the `N` likeliest, up to `N` + 1; in chat `top_logprobs: N` the `N` likeliest. `echo` with `logprobs`, and `prompt_logprobs`, tell
+those of the prompt, with `max_tokens: 0` alone; the prompt is then computed whole, by one worker, and read from no cache.
+`reference`, `vllm`, `sglang` and `sim` have them; other engines are refused by name. `lm-eval` asks so:
+
+```text
+lm-eval --model local-completions --tasks lambada_openai --model_args \
+  model=smollm2-135m,base_url=http://127.0.0.1:8000/v1/completions,tokenizer_backend=remote,tokenized_requests=true
+```
 """
 
 

@@ -34,6 +34,9 @@ deltas = st.builds(
     TokenDelta,
     token_ids=st.lists(tokens, max_size=5).map(tuple),
     logprobs=st.lists(logprobs, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(
+        st.builds(evolve, logprobs, rank=st.none() | st.integers(1, 10**6)), max_size=3
+    ).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_reason=st.none() | tokens | st.text(max_size=5),
     cached_tokens=st.none() | st.integers(0, 10**6),

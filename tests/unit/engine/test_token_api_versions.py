@@ -52,6 +52,7 @@ NEW: dict[str, Any] = {
     "media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),),
     "session": "s-1",
     "options": {"steps": 1},
+    "prompt_logprobs": 0,
 }
 
 

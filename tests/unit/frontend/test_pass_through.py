@@ -430,3 +430,49 @@ async def test_what_passes_through_stays_within_the_rights_however_it_is_written
             assert answer.status == 201, await answer.text()
     ((_, sent, _),) = dispatcher.sent
     assert sent["cache_salt"] == "principal/alice"
+
+
+REFUSALS: list[tuple[int, Any, tuple[int, str, str | None, str]]] = [
+    (
+        400,
+        {"error": {"message": "no such tool", "type": "BadRequestError", "param": "tools"}},
+        (400, "engine_refused", "tools", "no such tool"),
+    ),
+    (404, {"detail": "Not Found"}, (404, "engine_refused", None, "Not Found")),
+    (422, {"object": "error", "message": "odd"}, (422, "engine_refused", None, "odd")),
+    (400, "plain", (400, "engine_refused", None, "plain")),
+    (500, {"error": {"message": "secret traceback"}}, (500, "worker_failed", None, "see the log")),
+]
+
+
+@pytest.mark.parametrize(("status", "theirs", "ours"), REFUSALS)
+async def test_errors_of_engines_have_our_shape(
+    status: int, theirs: Any, ours: tuple[int, str, str | None, str]
+) -> None:
+    body = theirs.encode() if isinstance(theirs, str) else json.dumps(theirs).encode()
+    dispatcher = ForwardingDispatcher(
+        code=status, content_type="application/json", pieces=[body[:5], body[5:]]
+    )
+    async with front_door(dispatcher) as door:
+        got, told = await door.chat(tools=TOOLS)
+    error = told["error"]
+    assert (got, error["code"], error["param"]) == ours[:3]
+    assert ours[3] in error["message"]
+    assert "secret" not in error["message"]
+
+
+async def test_so_have_those_within_streams() -> None:
+    events = [
+        {"choices": [{"delta": {"content": '"error"'}}]},
+        {"error": {"message": "no room", "type": "BadRequestError", "code": 400}},
+    ]
+    pieces = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
+    dispatcher = ForwardingDispatcher(content_type="text/event-stream", pieces=pieces)
+    async with front_door(dispatcher) as door:
+        body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "stream": True}
+        url = door.url + "/v1/chat/completions"
+        async with door.session.post(url, json=body) as response:
+            first, second = (await response.read()).decode().strip().split("\n\n")
+    assert json.loads(first.removeprefix("data: ")) == events[0]
+    told = json.loads(second.removeprefix("data: "))["error"]
+    assert (told["message"], told["code"]) == ("no room", "engine_refused")

@@ -333,3 +333,16 @@ def test_rooms_have_63_bits_and_differ() -> None:
     rooms = {room_of(str(number), 1, 0) for number in range(1000)}
     assert len(rooms) == 1000
     assert max(rooms) >> 62 == 1
+
+
+def test_logprobs_of_a_prompt_come_with_the_first_token() -> None:
+    values: list[Any] = [[None, 5, None], [-0.5, 6, None], [-4.0, 7, None]]
+    tops: list[Any] = [None, [[-0.5, 6, None], [-2.0, 1, None]], [[-0.1, 2, None], [-3.0, 3, None]]]
+    told = {"input_token_logprobs": values, "input_top_logprobs": tops}
+    reader = DeltaReader(None, prompt_logprobs=1)
+    first, second = read(chunk([8], 1, **told), chunk([8, 9], 2, **told), reader=reader)
+    assert [(one.token_id, one.logprob, one.top) for one in first.prompt_logprobs] == [
+        (6, -0.5, ((6, -0.5),)),
+        (7, -4.0, ((2, -0.1),)),
+    ]
+    assert (first.logprobs, second.prompt_logprobs) == ((), ())

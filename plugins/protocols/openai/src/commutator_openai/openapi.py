@@ -20,6 +20,11 @@ _POST = {
         requests.ChatRequest,
         responses.ChatCompletion,
     ),
+    "/v1/chat/completions/batch": (
+        "Answer several conversations.",
+        requests.BatchRequest,
+        responses.ChatCompletion,
+    ),
     "/v1/completions": ("Continue a text.", requests.CompletionRequest, responses.Completion),
     "/tokenize": ("Text to tokens.", requests.TokenizeRequest, responses.TokenizeResponse),
     "/detokenize": ("Tokens to text.", requests.DetokenizeRequest, responses.DetokenizeResponse),
