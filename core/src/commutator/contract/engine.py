@@ -145,6 +145,12 @@ class ModelConfig:
         "thoughts are part of the text.",
         "auto",
     )
+    special_tokens_in_contents: Literal["text", "tokens"] = setting(
+        "What `<|im_start|>` and the like are in what clients write in conversations: text, so "
+        "that nobody can forge a role; or tokens, if all clients are trusted. In plain prompts "
+        "they are tokens.",
+        "text",
+    )
 
 
 @frozen(kw_only=True)

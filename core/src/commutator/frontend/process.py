@@ -376,8 +376,13 @@ def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
     models = {}
     for config in configs:
         model = load_text_model(config.source)
-        if config.chat_template is not None:
-            model.use_chat_template(Path(config.chat_template).read_text(encoding="utf-8"))
+        known, given = model.chat_template, config.chat_template
+        source = None if known is None else known.source
+        if given is not None:
+            source = Path(given).read_text(encoding="utf-8")
+        trusted = config.special_tokens_in_contents == "tokens"
+        if source is not None and (given is not None or trusted):
+            model.use_chat_template(source, text_is_text=not trusted)
         if config.max_model_len is not None:
             model.max_model_len = min(model.max_model_len, config.max_model_len)
         model.defaults = configured(model.defaults, config.generation)

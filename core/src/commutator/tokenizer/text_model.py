@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from commutator.errors import ConfigError, RequestError
+from commutator.tokenizer.control_tokens import ControlTokens, RenderedPrompt
 from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
 from commutator.tokenizer.defaults import AnswerDefaults
 from commutator.tokenizer.encoder import FastTokenizer
@@ -101,15 +102,28 @@ _HISTORIES = tuple(
 class ChatTemplate:
     """One model's template, compiled. Raises ConfigError when its syntax is wrong."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """``variables`` are the same for every conversation, such as ``bos_token``."""
+    def __init__(
+        self, source: str, variables: Mapping[str, str], tokenizer: Tokenizer | None = None
+    ) -> None:
+        """``variables`` are the same for every conversation, such as ``bos_token``.
+
+        With a ``tokenizer``, what clients write never becomes one of its control tokens.
+        """
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._controls: ControlTokens | None = None
         try:
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self.reads = frozenset(meta.find_undeclared_variables(parsed))
+            """The variables that it looks at."""
+            if tokenizer is not None:
+                controls = ControlTokens.of(tokenizer, parsed, environment, variables.values())
+                self._controls = controls
+                variables = {name: controls.seal(text) for name, text in variables.items()}
+            self._template = environment.from_string(parsed)
         except TemplateError as error:
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             problem = f"its syntax is wrong{line}: {error.message}"
@@ -120,8 +134,6 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.source = source
         """The template's text."""
-        self.reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        """The variables that it looks at."""
         self.knows_tools = "tools" in self.reads
         """Whether it writes the tools of a request into the prompt."""
 
@@ -142,39 +154,52 @@ class ChatTemplate:
                 return style
         return _HISTORIES[0]
 
-    def render(
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of ``prompt``."""
+        return self.prompt(messages, **options).text
+
+    def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedPrompt:
         """The prompt for ``messages``: mappings with ``role`` and ``content``.
 
         ``continue_final_message`` ends the prompt right after the last message's content.
         Raises RequestError when the template refuses the conversation.
         """
-        messages = [self._in_known_role(message) for message in messages]
-        try:
+
+        def write(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
             text = self._template.render(
                 {
                     **self._variables,
                     "tools": None,
                     "documents": None,
-                    **(variables or {}),
+                    **variables,
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+            if continue_final_message:
+                text = _up_to_content(text, messages[-1]["content"] or "")
+            return text
+
+        known, variables = [self._in_known_role(message) for message in messages], variables or {}
+        try:
+            if self._controls is None:
+                return RenderedPrompt(write(known, variables))
+            return self._controls.prompt(write, known, variables)
+        except RequestError:
+            raise
         # A template is a program that runs on the client's data, so any error is about that data.
         except Exception as error:
+            said = str(error) if self._controls is None else self._controls.unseal(str(error))
             raise RequestError(
-                f"the model's chat template refused the messages: {error}", "messages"
+                f"the model's chat template refused the messages: {said}", "messages"
             ) from error
-        return (
-            _up_to_content(text, messages[-1]["content"] or "") if continue_final_message else text
-        )
 
     def _in_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message["role"] == "developer" and not self._knows_developer:
@@ -395,9 +420,13 @@ class TextModel:
         if chat_template is not None:
             self.use_chat_template(chat_template)
 
-    def use_chat_template(self, source: str) -> None:
-        """Replace the model's own template. Raises ConfigError when its syntax is wrong."""
-        self._chat_template = ChatTemplate(source, self.special_tokens)
+    def use_chat_template(self, source: str, *, text_is_text: bool = True) -> None:
+        """Replace the model's own template. Raises ConfigError when its syntax is wrong.
+
+        ``text_is_text``: control tokens that clients write in conversations are none.
+        """
+        tokenizer = self.tokenizer if text_is_text else None
+        self._chat_template = ChatTemplate(source, self.special_tokens, tokenizer)
 
     @cached_property
     def fast_tokenizer(self) -> FastTokenizer:
@@ -444,7 +473,11 @@ class TextModel:
         return Detokenizer(self._shown if skip_special_tokens else self._bytes.table)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt for a conversation; options as for ``ChatTemplate.render``.
+        """The text of ``chat_prompt``."""
+        return self.chat_prompt(messages, **options).text
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
+        """The prompt for a conversation; options as for ``ChatTemplate.prompt``.
 
         Raises RequestError when the model has no chat template or it refuses the messages.
         """
@@ -452,7 +485,7 @@ class TextModel:
             raise RequestError(
                 "this model has no chat template: use /v1/completions instead", "messages"
             )
-        return self._chat_template.render(messages, **options)
+        return self._chat_template.prompt(messages, **options)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; none for an id without a token."""

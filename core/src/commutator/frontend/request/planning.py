@@ -24,6 +24,7 @@ from commutator.frontend.request.conversation import (
 )
 from commutator.frontend.request.generation import ChoiceRules, Plan
 from commutator.frontend.request.preprocessor import Preprocessor, size_of
+from commutator.tokenizer.control_tokens import RenderedPrompt
 from commutator.tokenizer.prompt_cache import PromptTokens
 from commutator.tokenizer.text_model import TextModel
 
@@ -98,15 +99,15 @@ async def _plan_conversation(
     limit = None if asked.keep_tokens else target.max_model_len
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
-    forced = _forced_calls(target.parser, conversation, rendered)
+    forced = _forced_calls(target.parser, conversation, rendered.text)
     if forced is not None:  # there is no text that another constraint could be for
         asked = evolve(asked, constraint=forced.constraint)
     _check_constraint(asked, "constraint" if forced is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
-        rendered + opening, salt=salt, add_special_tokens=False, max_tokens=limit
+        rendered.followed_by(opening), salt=salt, add_special_tokens=False, max_tokens=limit
     )
-    read, thinks_until = _answer_parser(target.parser, conversation, rendered)
+    read, thinks_until = _answer_parser(target.parser, conversation, rendered.text)
     if asked.constraint is not None and thinks_until is not None:
         after = tuple(target.text.encode(thinks_until, add_special_tokens=False))
         asked = evolve(asked, constraint=evolve(asked.constraint, after=after))
@@ -290,15 +291,15 @@ async def conversation_prompt(
 
     Raises RequestError, also for one that is certainly longer than ``max_tokens``.
     """
-    text = await _rendered(prompts, conversation, max_tokens)
+    rendered = await _rendered(prompts, conversation, max_tokens)
     return await prompts.encode(
-        text, salt=salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        rendered, salt=salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
     )
 
 
 async def _rendered(
     prompts: Preprocessor, conversation: Conversation, max_tokens: int | None
-) -> str:
+) -> RenderedPrompt:
     continues = conversation.continue_final_message
     if continues and conversation.add_generation_prompt:
         raise RequestError(

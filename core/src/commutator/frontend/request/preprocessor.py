@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from array import array
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from commutator.errors import RequestError
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
 from commutator.routing.prefix_index.hashing import sequence_hashes
-from commutator.tokenizer.encoder import Encoder
+from commutator.tokenizer.control_tokens import ControlTokens, RenderedPrompt
+from commutator.tokenizer.cut_points import CutPoints, cut_points_of
+from commutator.tokenizer.encoder import Encoder, FastTokenizer
 from commutator.tokenizer.prompt_cache import (
     BlockHashing,
     FoundPrefix,
@@ -34,6 +38,8 @@ _MESSAGE_CHARACTERS = 200
 # Templates go through tools and documents, which are such variables, and make JSON of them.
 _RENDERED_PER_VARIABLE = 20
 _PLAIN = {"role", "content", "name"}
+# Of the cache's memory, for prompts in which clients wrote what looks like a control token.
+_GUARDED_PART = 8
 # Of a prompt of this length, each known chunk is looked up in a few milliseconds.
 _INLINE_LOOK_UP_CHARACTERS = 400_000
 
@@ -60,6 +66,8 @@ class Preprocessor:
         """
         self._model = model
         self._work = work
+        self._name = name
+        self._metrics = metrics
         hashing = None
         if block_size is not None:
             size = block_size
@@ -70,6 +78,7 @@ class Preprocessor:
                 return sequence_hashes(token_ids, size, cache_salt=salt, known=known)
 
             hashing = BlockHashing(size, hashes)
+        self._hashing = hashing
         cuts = model.cut_points
         encoder = Encoder(
             model.tokenizer,
@@ -77,13 +86,10 @@ class Preprocessor:
             name=name,
             on_difference=metrics.tokenizer_differences.labels(name).inc,
         )
-        self._cache = PromptTokenCache(
-            encoder,
-            cuts,
-            max_bytes,
-            hashing=hashing,
-            on_hit=metrics.prompt_cache_hits.labels(name).inc,
-        )
+        self._guarded_bytes = max_bytes // _GUARDED_PART
+        self._cache = self._new_cache(encoder, cuts, max_bytes - self._guarded_bytes)
+        self._guarded_cache: PromptTokenCache | None = None
+        self._lock = threading.Lock()
         if max_bytes and cuts.problem:
             where = "only before special tokens" if cuts.pattern else "nowhere"
             log.info(
@@ -93,10 +99,15 @@ class Preprocessor:
                 cuts.problem,
             )
 
+    def _new_cache(self, encoder: Encoder, cuts: CutPoints, max_bytes: int) -> PromptTokenCache:
+        hit = self._metrics.prompt_cache_hits.labels(self._name).inc
+        return PromptTokenCache(encoder, cuts, max_bytes, hashing=self._hashing, on_hit=hit)
+
     @property
     def cache_bytes(self) -> int:
         """Memory that the cache of tokenized prompts takes."""
-        return self._cache.size_bytes
+        guarded = self._guarded_cache
+        return self._cache.size_bytes + (0 if guarded is None else guarded.size_bytes)
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -110,8 +121,8 @@ class Preprocessor:
         max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> str:
-        """The prompt for a conversation; ``options`` as for ``TextModel.render_chat``.
+    ) -> RenderedPrompt:
+        """The prompt for a conversation; ``options`` as for ``TextModel.chat_prompt``.
 
         Raises RequestError when the model has no template, the template refuses the messages, or
         the prompt is certainly longer than ``max_tokens`` tokens.
@@ -122,8 +133,8 @@ class Preprocessor:
         if variables:
             characters += _RENDERED_PER_VARIABLE * size_of(variables)
 
-        def render() -> str:
-            return self._model.render_chat(messages, variables=variables, **options)
+        def render() -> RenderedPrompt:
+            return self._model.chat_prompt(messages, variables=variables, **options)
 
         inline = characters <= _INLINE_RENDER_CHARACTERS
         return render() if inline else await self._work.run(render)
@@ -156,13 +167,13 @@ class Preprocessor:
 
     async def encode(
         self,
-        text: str,
+        text: str | RenderedPrompt,
         *,
         add_special_tokens: bool,
         salt: str | None = None,
         max_tokens: int | None = None,
     ) -> PromptTokens:
-        """The tokens of a text, which may be empty.
+        """The tokens of a text, which may be empty, or of a rendered conversation.
 
         Only prompts of the same ``salt`` help to tokenize it, so that the time it takes tells
         nothing about others, and its sequence hashes are those of the salt. A rendered
@@ -170,10 +181,39 @@ class Preprocessor:
 
         Raises RequestError when they are certainly more than ``max_tokens``.
         """
+        cache = None
+        if isinstance(text, RenderedPrompt):
+            if text.controls is not None:
+                cache = await self._guarded(text.controls)
+            text = text.text if text.sealed is None else text.sealed
         (tokens,) = await self._encode(
-            [text], salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            [text], salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens, cache=cache
         )
         return tokens
+
+    async def _guarded(self, controls: ControlTokens) -> PromptTokenCache:
+        if self._guarded_cache is not None:
+            return self._guarded_cache
+        return await self._work.run(partial(self._guard, controls))
+
+    def _guard(self, controls: ControlTokens) -> PromptTokenCache:
+        """The cache of prompts for the tokenizer's double. Raises RequestError: there is none."""
+        with self._lock:
+            if self._guarded_cache is None:
+                double, problem = controls.double
+                if double is None:
+                    raise RequestError(
+                        "messages: they have the text of a control token, and this model's "
+                        f"tokenizer cannot be made to read it as text ({problem}); leave it out, "
+                        "or set `special_tokens_in_contents: tokens` in the model's `models` entry "
+                        "if all clients are trusted",
+                        "messages",
+                        "control_token",
+                    )
+                encoder = Encoder(double, FastTokenizer(None), name=self._name)
+                cuts = cut_points_of(double)
+                self._guarded_cache = self._new_cache(encoder, cuts, self._guarded_bytes)
+            return self._guarded_cache
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids below ``vocab_size``, special tokens included."""
@@ -191,10 +231,11 @@ class Preprocessor:
         *,
         add_special_tokens: bool,
         max_tokens: int | None,
+        cache: PromptTokenCache | None = None,
     ) -> list[PromptTokens]:
         for text in texts:
             self._check_length(len(text), max_tokens, "prompt")
-        cache = self._cache
+        cache = cache or self._cache
 
         def look_up() -> list[FoundPrefix]:
             return [
