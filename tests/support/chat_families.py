@@ -152,7 +152,7 @@ TEMPLATES: Mapping[str, str] = {
         "{{ assistant }}",
     ),
     "nemotron": _chat(
-        "<SPECIAL_10>System\n" + _EXTRA + "\n",
+        "<SPECIAL_10>System\n<tools>" + _EXTRA + "</tools>\n",
         "{{ '<SPECIAL_11>' + m.role }}\n{{ m.name }}"
         "{{ (m.content or '').replace('/think', '').strip() }}"
         "{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -168,7 +168,7 @@ TEMPLATES: Mapping[str, str] = {
     ),
 }
 _CONTROL = re.compile(
-    "<\\|[^|<>{}' ]+\\|>|<\uff5c[^<>{}\uff5c]+\uff5c>|\\[/?[A-Z_]+\\]|</?think>|</?tool_\\w+>"
+    "<\\|[^|<>{}' ]+\\|>|<\uff5c[^<>{}\uff5c]+\uff5c>|\\[/?[A-Z_]+\\]|</?think>|</?tool\\w+>"
     "|<(?:start|end)_of_turn>|<SPECIAL_\\d+>|\\[gMASK\\]|<sop>"
 )
 _BUILT = {

@@ -101,8 +101,10 @@ class _Marks:
         if isinstance(value, str):
             return self._in_text(value, whole=key != "type")
         if isinstance(value, Mapping):
+            given = key == "arguments"  # down to its depths
+            known = () if given or key == "properties" else _KEYWORDS
             return {
-                self._in_text(name, whole=name not in _KEYWORDS): self.put(one, name)
+                self._in_text(name, whole=name not in known): self.put(one, key if given else name)
                 for name, one in value.items()
             }
         if isinstance(value, list | tuple):
