@@ -331,6 +331,28 @@ class EngineContract(ABC):
         else:
             assert [e.token_id for delta in deltas for e in delta.logprobs] == tokens(deltas)
 
+    async def test_logprobs_of_prompts_are_of_every_token(self, client: EngineClient) -> None:
+        """They come with the first token, though the prompt is in the cache; or are refused."""
+        request = evolve(make_request("a", self.tokenized_prompt), prompt_logprobs=2)
+        if not (await client.start()).prompt_logprobs:
+            with pytest.raises(RequestError, match="prompts"):
+                await collect(client, request)
+            return
+        plain = await collect(client, evolve(request, prompt_logprobs=None))
+        for _ in range(2):
+            deltas = await collect(client, request)
+            assert tokens(deltas) == tokens(plain)
+            first, *rest = [delta for delta in deltas if delta.token_ids]
+            entries = first.prompt_logprobs
+            assert [entry.token_id for entry in entries] == [*self.tokenized_prompt[1:]]
+            assert not any(delta.prompt_logprobs for delta in rest)
+            for entry in entries:
+                assert entry.logprob <= 0
+                assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
+                assert len(entry.top) == 2
+                known = dict(entry.top).get(entry.token_id, entry.logprob)
+                assert entry.logprob == pytest.approx(known, abs=1e-4)
+
     async def test_what_it_does_not_declare_is_refused_by_name(self, client: EngineClient) -> None:
         """Nothing that a request asks is silently left out."""
         info = await client.start()
