@@ -32,7 +32,7 @@ from typing import Any
 from install_vllm import PYTHON, ROOT, VERSION
 
 from commutator.launcher.ports import free_ports
-from commutator.tokenizer import locate_model
+from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit.model_files import directory_for, make_directory
 from commutator_scaffold.local_cluster import LocalCluster
 
@@ -61,6 +61,10 @@ _ARGS = (
     *("--enable-auto-tool-choice", "--tool-call-parser=hermes"),
 )
 _ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_TOOLS_TEMPLATE = """{% if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}
+Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
+{% endif %}"""
 _SOURCES = ("core", "plugins/engines/kit", "plugins/engines/vllm")
 """What of this checkout runs in vLLM's processes, whichever checkout it was installed from."""
 
@@ -85,10 +89,18 @@ def main() -> int:
                 with _door({"kind": "vllm", "url": url}) as door:
                     _run("url", door, tests, files, suite)
     launched = {"kind": "vllm", "connection": "token_api", "args": [*_ARGS], "env": _vllm_env()}
-    for target, engine in (("token_api", launched), ("reference", {"kind": "reference"})):
-        if target in targets:
-            with _door(engine) as door:
-                _run(target, door, tests, files, suite)
+    if "token_api" in targets:
+        with _door(launched) as door:
+            _run("token_api", door, tests, files, suite)
+    if "reference" in targets:
+        of_tools = [one for one in files if one in suite["of_tools"]]
+        for some, template in (
+            ([one for one in files if one not in of_tools], None),
+            (of_tools, _TOOLS_TEMPLATE),  # the model's own one would leave them out
+        ):
+            if some:
+                with _door({"kind": "reference"}, template) as door:
+                    _run("reference", door, tests, some, suite)
     return _judge(suite, [one for one in targets if one != "vllm"], files)
 
 
@@ -198,13 +210,20 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _door(engine: Mapping[str, Any]) -> Iterator[str]:
-    model = {
+def _door(engine: Mapping[str, Any], tools: str | None = None) -> Iterator[str]:
+    """A front door; ``tools`` is written before the model's own chat template."""
+    model: dict[str, Any] = {
         "name": str(_model()),
         "source": _SOURCE,
         "max_model_len": _MODEL_LEN,
         "generation": {"max_tokens": _MOST_TOKENS},
     }
+    if tools is not None:
+        own = load_text_model(_SOURCE).chat_template
+        assert own is not None
+        template = FOLDER / "tools.jinja"
+        template.write_text(tools + own.source)
+        model["chat_template"] = str(template)
     protocols = [{"kind": "openai"}, {"kind": "anthropic"}, {"kind": "responses"}]
     config = {
         "models": [model],
@@ -279,7 +298,7 @@ def _prepare(tests: Path) -> None:
     (tests / "utils.py").write_text((HERE / "server_fixture.py").read_text())
     (tests / "conftest.py").write_text(_NO_ADAPTERS)
     model = json.dumps(str(_model()))
-    for path in tests.glob("entrypoints/**/test_*.py"):
+    for path in tests.glob("entrypoints/**/*.py"):
         text = path.read_text()
         changed = _LITERAL.sub(lambda _: model, _NAME.sub(lambda m: f"{m[1]} = {model}", text))
         changed = _DOWNLOAD.sub("pass", _ADAPTER.sub('return ""', changed))

@@ -127,7 +127,7 @@ async def test_token_ids_and_names_of_tokens() -> None:
     ids = [*TEXT.encode("one two", add_special_tokens=False), *TEXT.eos_ids]
     (choice,) = done["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (TEXT.encode("Hi"), ids)
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids[:2]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
     assert chunks[0]["prompt_token_ids"] == [*dispatcher.requests[1].token_ids]
     assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
     told = [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", ())]
@@ -265,3 +265,14 @@ async def test_any_role_is_the_templates() -> None:
         status, _ = await door.chat(messages=[{"role": "my-critic", "content": "Hm."}])
     assert status == 200
     assert "my-critic" in TEXT.decode(dispatcher.requests[0].token_ids)
+
+
+async def test_with_token_ids_the_token_that_ended_the_answer_has_logprobs() -> None:
+    async with front_door(FakeDispatcher(answer("one two"))) as door:
+        asked = {"logprobs": 1, "return_tokens_as_token_ids": True}
+        _, plain = await door.complete(**asked)
+        _, told = await door.complete(**asked, return_token_ids=True)
+    (choice,) = told["choices"]
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == named
+    assert plain["choices"][0]["logprobs"]["tokens"] == named[:-1]

@@ -190,7 +190,10 @@ class Choice:
 
     def _read(self, delta: TokenDelta) -> Events:
         start = self._decoded
-        text = self._text(self._shown(delta), delta.logprobs)
+        shown = self._shown(delta)
+        text = self._text(shown, delta.logprobs)
+        if self._rules.token_ids:  # those of the token that ended the answer, too
+            self._pending += [(self._decoded, one) for one in delta.logprobs[len(shown) :]]
         self.generated_tokens += len(delta.token_ids)
         if self._parser is not None:
             return self._parsed(self._parser, text, start, delta)
