@@ -255,6 +255,35 @@ async def test_another_door_that_cancels_it_ends_it_here(monkeypatch: pytest.Mon
         assert (await until(door, name, lambda _: True))["status"] == "cancelled"
 
 
+async def test_what_cannot_be_kept_is_not_passed_off_as_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(MemoryStore):
+        async def put(self, stored: StoredResponse) -> None:
+            raise self.unavailable()
+
+    monkeypatch.setattr("commutator_responses.memory.MemoryStore", lambda *_: Full(1 << 20, 60))
+    async with served() as door:
+        status, said = await call(door, "POST", "", model=MODEL, input="Hi")
+        assert (status, said["error"]["code"]) == (503, "store_unavailable")
+        status, said = await call(door, "POST", "", model=MODEL, input="Hi", background=True)
+        assert (status, said["error"]["code"]) == (503, "store_unavailable")
+        wanted = {"model": MODEL, "input": "Hi", "stream": True}
+        async with door.session.post(f"{door.url}/v1/responses", json=wanted) as answered:
+            blocks = (await answered.read()).split(b"\n\n")[:-2]
+        events = [json.loads(one.split(b"data: ")[1]) for one in blocks]
+        assert [one["sequence_number"] for one in events] == [*range(len(events))]
+        assert [one["type"] for one in events[-2:]] == [
+            "response.output_item.done",
+            "response.failed",
+        ]
+        last = events[-1]["response"]
+        assert "store: false" in last["error"]["message"]
+        assert last["output"] == [events[-2]["item"]]
+        status, said = await call(door, "POST", "", model=MODEL, input="Hi", store=False)
+        assert (status, said["store"]) == (200, False)
+
+
 @given(st.lists(st.lists(st.binary(min_size=1, max_size=5), max_size=3), max_size=6))
 def test_events_come_by_their_numbers(pieces: list[list[bytes]]) -> None:
     texts = [[b"data: " + one.hex().encode() for one in piece] for piece in pieces]

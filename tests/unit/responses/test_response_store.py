@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def test_what_options_need() -> None:
     assert "store.copies: expected an integer from 1 to 5" in problems(
         {"kind": "nats", "copies": 7}
     )
+    left = [one for one in entry_points(group="commutator") if one.name != "responses_nats"]
+    converter = config_converter(load_plugins(found=left))
+    assert "pip install commutator-responses-nats" in problems({"kind": "nats"})
     text = problems({"kind": "redis"})
     assert 'store.kind: no installed plugin offers the response store "redis"' in text
 

@@ -158,9 +158,12 @@ async def _stream(
         else:
             data = writer.stream(batch)
         if not unfinished:
-            data += writer.stream_end(generation.usage())
-            await written()
-            await call.end(data)
+            last = writer.stream_end(generation.usage())
+            if written is not _nothing:
+                await call.write(data)  # if it is not kept, the stream ends otherwise after that
+                data = b""
+                await written()
+            await call.end(data + last)
         elif data:
             await call.write(data)
 

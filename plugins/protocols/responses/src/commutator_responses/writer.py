@@ -105,10 +105,11 @@ def new_response(
 
 
 def failed_response(response: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
-    """``response`` with its end."""
+    """``response`` with its end, which takes the place of any other."""
     code = "rate_limit_exceeded" if failure.status == _TOO_MANY else "server_error"
     said = {"code": code, "message": failure.message}
-    return {**response, "status": "failed", "error": said}
+    over = {"status": "failed", "error": said, "completed_at": None, "incomplete_details": None}
+    return {**response, **over}
 
 
 @define
@@ -159,6 +160,8 @@ class ResponseWriter(AnswerWriter):
         self._kept_bytes = 0
         self._sequence = 0
         self._begun = False
+        self._unended: int | None = None
+        """The number of the last event, if there is one."""
         self._reason = "stop"
 
     # ------------------------------------------------------------------- streamed
@@ -189,6 +192,7 @@ class ResponseWriter(AnswerWriter):
 
     def stream_end(self, usage: Usage) -> bytes:
         begin = b"" if self._begun else self._begin()
+        self._unended = self._sequence
         self._complete(usage)
         status = self._response["status"]
         response = msgspec.Raw(self.final)
@@ -197,6 +201,8 @@ class ResponseWriter(AnswerWriter):
         )
 
     def stream_failed(self, failure: Failure) -> bytes:
+        if self._unended is not None:  # it was complete, and could not be kept: nobody saw its end
+            self._sequence = self._unended
         begin = b"" if self._begun else self._begin()
         response = failed_response(self._response, failure)
         self.final = _encode(response)
