@@ -6,6 +6,7 @@
 # make test-vllm-suite   vLLM's own HTTP tests, against vLLM and against us; hours on two cores
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
+# make test-agents    Claude Code, OpenCode and clients of PyPI, untouched, against scripted answers; needs npm
 # make fuzz     10,000 senseless cases for every socket
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
@@ -36,7 +37,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-agents test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -109,6 +110,10 @@ peers: $(VENV)/.base
 # Installs what judges the parsers: answers of models, and real chat templates.
 test-parsers: $(VENV)/.test
 	$(BIN)/pytest tests/judges/parsers tests/property/parsers
+
+# Installs the programs in build/agents, and writes docs/reference/clients.md.
+test-agents: $(VENV)/.test
+	$(BIN)/pytest tests/judges/agents --timeout 600
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

@@ -100,6 +100,11 @@ def test_errors_have_the_shape_and_the_class_that_clients_know(
         client.messages.create(model="nothing", max_tokens=8, messages=ASKED)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens: expected"):
         client.messages.create(model="m", max_tokens=0, messages=ASKED)
+    unique: Any = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: .*uniqueItems"):
+        client.messages.create(
+            model="m", max_tokens=8, messages=ASKED, output_config={"format": unique}
+        )
     for headers in ({}, {"x-api-key": "wrong"}):
         answer = requests.post(f"{cluster.url}/v1/messages", json={}, headers=headers, timeout=10)
         assert answer.status_code == 401

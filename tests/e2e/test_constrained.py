@@ -82,8 +82,9 @@ def test_other_words_for_it(client: openai.OpenAI) -> None:
 def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(client: openai.OpenAI) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     described: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         ask(client, response_format=described)
+    assert caught.value.param == "response_format"
 
 
 def test_answers_go_on_elsewhere_and_still_follow(

@@ -329,7 +329,9 @@ def test_conversations_outlive_the_deployment(tmp_path: Path) -> None:
 def test_errors_have_the_shape_and_the_class_that_clients_know(
     client: openai.OpenAI, cluster: LocalCluster
 ) -> None:
+    unique = {"type": "json_schema", "name": "u", "schema": {"uniqueItems": True}}
     for fields, name in (
+        ({"text": {"format": unique}}, "text.format"),
         ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

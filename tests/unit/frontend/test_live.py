@@ -275,11 +275,14 @@ async def test_the_page_is_static_and_runs_only_our_scripts() -> None:
                 assert answer.status == 405
 
 
-async def test_browsers_find_the_page_at_the_root_and_others_find_nothing() -> None:
+async def test_browsers_find_the_page_at_the_root_and_others_a_word() -> None:
     async with front_door(FakeDispatcher()) as door:
         html = {"Accept": "text/html,application/xhtml+xml"}
         async with door.session.get(f"{door.url}/", headers=html) as answer:
             assert (answer.status, answer.url.path) == (200, "/ui")
             assert answer.content_type == "text/html"
-        code, body = await door.get("/")
-        assert (code, body["error"]["code"]) == (404, "not_found")
+        async with door.session.get(f"{door.url}/") as answer:
+            assert (answer.status, answer.content_type) == (200, "text/plain")
+            assert "/ui" in await answer.text()
+        async with door.session.head(f"{door.url}/") as answer:
+            assert answer.status == 200

@@ -73,13 +73,16 @@ def chosen(number: int = 1) -> Iterator[OperationsConfig]:
 
 async def test_without_the_console_one_sentence_names_its_package_and_the_rest_serves() -> None:
     async with front_door(FakeDispatcher(), host=without_console()) as door:
-        for path in ("/", "/ui", "/admin/live"):
+        for path in ("/ui", "/admin/live"):
             code, body = await door.get(path)
             assert code == 404, path
             assert "pip install commutator-console" in body["error"]["message"]
         for path in ("/health", "/ready", "/v1/models"):
             code, _ = await door.get(path)
             assert code == 200, path
+        for method in ("GET", "HEAD"):
+            async with door.session.request(method, f"{door.url}/") as answer:
+                assert (answer.status, answer.content_type) == (200, "text/plain")
     async with front_door(FakeDispatcher(), operations=[]) as door:
         assert (await door.get("/ui"))[0] == 404, "it was turned off"
 

@@ -92,9 +92,9 @@ async def answer(
                         _note_routing(call, generation)
                     _account(call, generation)
         except RequestError as refused:
-            if plan.forced is None or refused.param not in {None, "response_format"}:
+            if (told := _of_constraint(refused, asked, plan)) is None:
                 raise
-            raise _of_tools(refused) from refused
+            raise told from refused
         await written()
         await call.reply(parts, writer.whole_type)
 
@@ -104,12 +104,21 @@ def _leaves_length_open(asked: Generate) -> bool:
     return asked.max_tokens is None and asked.conversation is not None
 
 
-def _of_tools(refused: RequestError) -> RequestError:
-    """An engine's refusal of a constraint, where that is for calls of tools.
+def _of_constraint(refused: RequestError, asked: Generate, plan: Plan) -> RequestError | None:
+    """An engine's refusal of a constraint, in the client's words; None: it is of something else.
 
-    Engines that take clients' requests unchanged may still serve it.
+    Engines that take clients' requests unchanged may still serve calls that are forced.
     """
-    return RequestError(f"tool_choice: {refused}", "tool_choice", refused.code or NOT_SERVED)
+    field = "response_format"
+    text = str(refused).removeprefix(f"{field}: ")
+    if refused.param not in {None, field}:
+        return None
+    if plan.forced is not None:
+        return RequestError(f"tool_choice: {text}", "tool_choice", refused.code or NOT_SERVED)
+    if refused.param is None and text == str(refused):
+        return None
+    name = asked.params.get("constraint", field)
+    return RequestError(f"{name}: {text}", name, refused.code)
 
 
 async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool) -> list[bytes]:

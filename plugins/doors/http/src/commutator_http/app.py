@@ -116,6 +116,8 @@ def _app(
         app.add_routes(admin_routes(parts.services, checks["act"]))
         door = OperationsDoor(serves_clients=bool(protocols), needs_key=needs_key)
         _add_operations(app, door, checks)
+    if ("GET", "/") not in _taken(app):
+        app.add_routes([web.get("/", _root)])
     return app
 
 
@@ -123,7 +125,7 @@ _NO_CONSOLE = (
     "the deployment's page is not served: pip install commutator-console, and leave the section "
     "`operations` out or name `console` in it"
 )
-_ABSENT = dict.fromkeys(("/", "/ui", "/admin/live"), _NO_CONSOLE)
+_ABSENT = dict.fromkeys(("/ui", "/admin/live"), _NO_CONSOLE)
 """What is said at a path that one of our packages has, where it is not served."""
 
 _CHECKS: Mapping[OperationsNeed, _Check] = {
@@ -138,9 +140,8 @@ def _add_operations(
     app: web.Application, door: OperationsDoor, checks: Mapping[OperationsNeed, _Check]
 ) -> None:
     """The routes of operations whose needs are in ``checks``. Raises ConfigError."""
-    taken = {(route.method, route.get_info().get("path", "")) for route in app.router.routes()}
     parts = app[DOOR]
-    found = _operations_routes(parts.services.operations, door, taken)
+    found = _operations_routes(parts.services.operations, door, _taken(app))
     for route in found:
         if (check := checks.get(route.needs)) is None:
             continue
@@ -156,6 +157,16 @@ def _add_operations(
     for path in _ABSENT.keys() - {route.path for route in found}:
         app.add_routes([web.get(path, _absent(_ABSENT[path]))])
         parts.files.add(path)
+
+
+def _taken(app: web.Application) -> set[tuple[str, str]]:
+    """The methods and paths that are answered so far."""
+    return {(route.method, route.get_info().get("path", "")) for route in app.router.routes()}
+
+
+async def _root(_: web.Request) -> web.Response:
+    """Clients ask whether anybody is there, Claude Code by HEAD."""
+    return web.Response(text="Commutator\n")
 
 
 def _operations_routes(

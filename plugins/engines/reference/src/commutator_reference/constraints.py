@@ -70,7 +70,7 @@ class Grammars:
         try:
             grammar = _grammar(constraint)
         except Exception as error:  # GBNF's reader raises whatever it likes
-            problem = f"{constraint.kind}: {error}"[:_SHOWN]
+            problem = f"response_format: {constraint.kind}: {error}"[:_SHOWN]
             raise RequestError(problem, "response_format", "invalid_value") from error
         matcher = Matcher(self._copy(grammar, constraint.kind), constraint.after, self._ends)
         for token_id in answer:
@@ -88,7 +88,8 @@ class Grammars:
                 self._compiled.move_to_end(digest)
                 return known.deep_copy()
         if (problem := self._trial.problem(grammar)) is not None:
-            raise RequestError(f"{kind}: {problem}"[:_SHOWN], "response_format", "invalid_value")
+            problem = f"response_format: {kind}: {problem}"[:_SHOWN]
+            raise RequestError(problem, "response_format", "invalid_value")
         with self._lock:
             if self._tokens is None:
                 self._tokens = LLTokenizer(

@@ -9,9 +9,11 @@ from math import log
 from attrs import frozen
 
 from commutator import FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 from commutator.tokenizer import TextModel
 from commutator_sim.config import ScriptedAnswer
+from commutator_sim.following import follows
 
 __all__ = ["Answer", "logprobs_of", "plan_answer", "refuse_what_needs_a_model", "scripted"]
 
@@ -105,14 +107,22 @@ def plan_answer(
 
 
 def scripted(
-    answers: Sequence[ScriptedAnswer], text: TextModel | None, prompt: Sequence[int]
+    answers: Sequence[ScriptedAnswer],
+    text: TextModel | None,
+    prompt: Sequence[int],
+    constraint: Constraint | None = None,
 ) -> Sequence[int] | None:
-    """What is said to a prompt, as tokens; None: nothing is scripted for it."""
+    """What is said to a prompt, as tokens: the first answer for it that follows the constraint.
+
+    None: nothing is scripted.
+    """
     if not answers or text is None:
         return None
     asked = text.decode(prompt, skip_special_tokens=False)
-    say = next((answer.say for answer in answers if answer.when in asked), None)
-    return None if say is None else text.encode(say, add_special_tokens=False)
+    for answer in answers:
+        if answer.when in asked and (constraint is None or follows(constraint, answer.say)):
+            return text.encode(answer.say, add_special_tokens=False)
+    return None
 
 
 def _cycle(prompt: Sequence[int], count: int, never: Collection[int]) -> list[int]:

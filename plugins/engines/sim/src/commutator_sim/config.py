@@ -108,7 +108,8 @@ class SimConfig(EngineConfig):
     )
     answers: tuple[ScriptedAnswer, ...] = setting(
         "Scripted answers, for tests of what reads them: the first one whose `when` the prompt "
-        "holds. Without one, the answer is the prompt again.",
+        "holds, of constrained requests that also follows the constraint. Without one, the answer "
+        "is the prompt again, or a made-up one that follows.",
         (),
     )
     burst_tokens: PositiveInt = setting(

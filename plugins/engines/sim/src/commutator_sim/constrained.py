@@ -13,27 +13,14 @@ from typing import Any, NoReturn
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
 
 __all__ = ["KINDS", "constrained_text"]
 
 KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice")
 """What this engine follows."""
 
-_NOTES = {
-    *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"),
-    *("examples", "deprecated", "readOnly", "writeOnly"),
-}
-_KNOWN: dict[str, set[str]] = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "boolean": set(),
-    "null": set(),
-}
-_OF_TYPES = set().union(*_KNOWN.values())
-_JOINED = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_OF_TYPES = set().union(*OF_TYPE.values())
 _DEEP = 6
 """From this depth on, nothing is said that need not be."""
 _DEEPEST = 40
@@ -86,14 +73,14 @@ class _Maker:
         self._left -= 1
         if depth > _DEEPEST or not self._left:
             _refuse("a schema that demands endless nesting")
-        own = {key: value for key, value in schema.items() if key not in _NOTES}
-        joined = [key for key in _JOINED if key in own]
+        own = {key: value for key, value in schema.items() if key not in NOTES}
+        joined = [key for key in JOINED if key in own]
         if joined:
             return self._make_joined(joined[0], own, depth)
         kind = own.pop("type", None) or self._type_of(own)
         if isinstance(kind, list):
             kind = "null" if depth > _DEEP and "null" in kind else self._chance.choice(kind)
-        if kind not in _KNOWN:
+        if kind not in OF_TYPE:
             _refuse(f"type {kind!r}")
         for key in own.keys() - _OF_TYPES:  # those of another type say nothing about this one
             _refuse(f"the keyword {key!r}")
@@ -104,7 +91,7 @@ class _Maker:
         for key in own:
             if key not in _OF_TYPES:
                 _refuse(f"the keyword {key!r}")
-        return next((kind for kind, known in _KNOWN.items() if known & own.keys()), "string")
+        return next((kind for kind, known in OF_TYPE.items() if known & own.keys()), "string")
 
     def _make_joined(self, key: str, own: dict[str, Any], depth: int) -> Any:
         value = own.pop(key)
@@ -132,19 +119,14 @@ class _Maker:
 
     def _fixed(self, values: list[Any], kind: Any) -> Any:
         kinds = kind if isinstance(kind, list) else [kind]
-        fitting = [one for one in values if kind is None or _json_types(one) & {*kinds}]
+        fitting = [one for one in values if kind is None or json_types(one) & {*kinds}]
         return self._chance.choice(fitting) if fitting else _refuse("an enum without a value")
 
     def _referred(self, reference: Any) -> Any:
-        found = self._root
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            _refuse(f"the $ref {reference!r:.60}")
-        for part in filter(None, reference[1:].split("/")):
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or name not in found:
-                _refuse(f"the $ref {reference!r:.60}")
-            found = found[name]
-        return found
+        try:
+            return referred(self._root, reference)
+        except ValueError as error:
+            _refuse(str(error))
 
     def _object(self, own: Mapping[str, Any], depth: int) -> dict[str, Any]:
         properties, required = own.get("properties", {}), own.get("required", [])
@@ -226,21 +208,4 @@ def _differ(schemas: list[Any]) -> bool:
     """Whether no value can have the types of two of them."""
     kinds = [one.get("type") for one in schemas]
     kinds = ["number" if one == "integer" else one for one in kinds]
-    return len(set(kinds)) == len(kinds) and all(one in _KNOWN for one in kinds)
-
-
-def _json_types(value: object) -> set[str]:
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-    return {"object"}
+    return len(set(kinds)) == len(kinds) and all(one in OF_TYPE for one in kinds)

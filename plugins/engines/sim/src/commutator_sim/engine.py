@@ -310,10 +310,12 @@ class SimEngine(TokenEngine):
             return scripted(self._config.answers, text, prompt)
         if text is None:
             raise RequestError("response_format: this worker has no tokenizer to follow it with")
-        # The same in each process, as of integers.
-        seed = hash((request.sampling.seed or 0, *prompt))
-        said = constrained_text(constraint, seed)
-        return [*constraint.after, *text.encode(said, add_special_tokens=False)]
+        says = scripted(self._config.answers, text, prompt, constraint)
+        if says is None:
+            # The same in each process, as it is of integers.
+            seed = hash((request.sampling.seed or 0, *prompt))
+            says = text.encode(constrained_text(constraint, seed), add_special_tokens=False)
+        return [*constraint.after, *says]
 
     # ----------------------------------------------------------------------- time
 

@@ -54,9 +54,9 @@ def page_routes(*, chat: bool, needs_key: bool) -> Iterable[OperationsRoute]:
         page = page.replace(b'data-key="no"', b'data-key="yes"')
 
     async def root(request: web.Request) -> web.Response:
-        """Browsers are sent to the page; for others there is nothing here."""
+        """Browsers are sent to the page; others ask whether anybody is there."""
         if "text/html" not in request.headers.get("Accept", ""):
-            raise web.HTTPNotFound
+            return web.Response(text="Commutator; a page for browsers is at /ui\n")
         # Relative, so that it also holds behind a proxy that serves this below another path.
         return web.Response(status=302, headers={"Location": "ui"})
 
