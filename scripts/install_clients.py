@@ -40,6 +40,7 @@ PYTHON = {
     "llama_index": {
         "llama-index-llms-openai-like": "0.8.1",
         "llama-index-llms-anthropic": "0.12.3",
+        "anthropic": "0.125.0",
     },
     "pydantic_ai": {"pydantic-ai-slim[openai,anthropic]": "2.68.0"},
     "agents_sdk": {"openai-agents": "0.24.0"},

@@ -13,7 +13,7 @@ from attrs import frozen
 from commutator.tokenizer import load_text_model
 from commutator_scaffold.local_cluster import LocalCluster
 
-__all__ = ["CONTEXT_TOKENS", "KNOWN", "MODEL", "Answered", "Scripted", "called"]
+__all__ = ["CONTEXT_TOKENS", "KNOWN", "MODEL", "Answered", "Scripted", "called", "forced"]
 
 CONTEXT_TOKENS = 131_072
 """Claude Code's first prompt has 24,000, and it asks for 32,000."""
@@ -30,8 +30,12 @@ _TEMPLATE = Path(__file__).with_name("template.jinja")
 def called(name: str, arguments: Mapping[str, Any], *, thought: str = "", text: str = "") -> str:
     """What a model of the template's family writes to call a tool."""
     thinks = f"<think>\n{thought}\n</think>\n" if thought else ""
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"{thinks}{text}\n<tool_call>\n{call}\n</tool_call>"
+    return f"{thinks}{text}\n<tool_call>\n{forced(name, arguments)}\n</tool_call>"
+
+
+def forced(name: str, arguments: Mapping[str, Any]) -> str:
+    """What it writes where it has to call: the prompt has the marker already."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 @frozen

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.judges.clients.conftest import Program, Run
-from tests.judges.clients.deployment import KNOWN, MODEL, Scripted, called
+from tests.judges.clients.deployment import KNOWN, MODEL, Scripted, called, forced
 from tests.judges.clients.table import Table
 
 pytestmark = [pytest.mark.long, pytest.mark.clients]
@@ -119,11 +120,6 @@ OLDER = {"openai_before": "openai", "anthropic_before": "anthropic"}
 """Environments with an older version of a client; it does the same."""
 
 
-def forced(name: str, arguments: dict[str, Any]) -> str:
-    """What a model of the template's family writes where it has to call: the marker is there."""
-    return json.dumps({"name": name, "arguments": arguments})
-
-
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     look = {"thought": "I ask.", "text": "Let me look."}
@@ -155,7 +151,7 @@ def test_a_client_gives_back_what_the_script_says(
     before = len(scripted.answered())
     if same == "vercel_ai":
         script = Path(__file__).with_name("programs") / f"{same}_clients.mjs"
-        interpreter = program.path("node")
+        interpreter = shutil.which("node") or "node"
         copied = program.folder / script.name  # packages are looked for beside it
         copied.write_text(script.read_text())
         script = copied
