@@ -6,7 +6,8 @@
 # make test-vllm-suite   vLLM's own HTTP tests, against vLLM and against us; hours on two cores
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
-# make test-agents    Claude Code, OpenCode and clients of PyPI, untouched, against scripted answers; needs npm
+# make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
+# make test-clients   clients of PyPI and npm, untouched, likewise: the table docs/reference/clients.md
 # make fuzz     10,000 senseless cases for every socket
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
@@ -37,7 +38,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-agents test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -56,7 +57,7 @@ test: $(VENV)/.test
 	$(BIN)/pytest -m "not slow and not long" -n auto --dist loadfile
 
 test-all: test peers
-	$(BIN)/pytest -m "(slow or long) and not vllm and not sglang"
+	$(BIN)/pytest -m "(slow or long) and not vllm and not sglang and not clients"
 
 # What goes wrong between hosts: the table in docs/how-to/cluster.md.
 test-cluster: $(VENV)/.test
@@ -79,7 +80,7 @@ vllm: $(VENV)/.serve
 	$(BIN)/python scripts/install_vllm.py
 
 test-vllm: $(VENV)/.test vllm
-	$(BIN)/pytest -m "vllm and not sglang"
+	$(BIN)/pytest -m "vllm and not sglang and not clients"
 	COMMUTATOR_TEST_VLLM_CONNECTION=token_api $(BIN)/pytest -m "vllm and not sglang" tests/e2e/vllm
 
 # vLLM's own HTTP tests, against vLLM, a front door before it by both connections, and reference.
@@ -111,9 +112,14 @@ peers: $(VENV)/.base
 test-parsers: $(VENV)/.test
 	$(BIN)/pytest tests/judges/parsers tests/property/parsers
 
-# Installs the programs in build/agents, and writes docs/reference/clients.md.
+# Both install the programs in build/clients, some 6 GB in all, and write docs/reference/clients.md where all passed.
 test-agents: $(VENV)/.test
-	$(BIN)/pytest tests/judges/agents --timeout 600
+	$(BIN)/pytest tests/judges/clients/test_agents.py
+	$(BIN)/python scripts/clients_page.py
+
+test-clients: $(VENV)/.test vllm
+	$(BIN)/pytest tests/judges/clients --ignore tests/judges/clients/test_agents.py
+	$(BIN)/python scripts/clients_page.py
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import cli_page
+import clients_page
 import configuration_page
 import contract_page
 import dashboards
@@ -16,6 +17,7 @@ import metrics_page
 
 if __name__ == "__main__":
     cli_page.write()
+    clients_page.write()
     configuration_page.write()
     contract_page.write()
     dashboards.write()

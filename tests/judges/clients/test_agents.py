@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def ask_opencode(program: Program, run: Run, work: Path, url: str) -> str:
     return str([part["text"] for part in parts if part["type"] == "text"][-1])
 
 
-def ask_codex(program: Program, run: Run, work: Path, url: str) -> str:
+def ask_codex(
+    program: Program, run: Run, work: Path, url: str, *, web_sockets: bool = False
+) -> str:
     home = work / ".codex"
     home.mkdir()
     (home / "config.toml").write_text(f"""
@@ -66,6 +69,7 @@ model_provider = "local"
 name = "local"
 base_url = "{url}/v1"
 wire_api = "responses"
+supports_websockets = {str(web_sockets).lower()}
 request_max_retries = 0
 stream_max_retries = 0
 """)
@@ -82,14 +86,19 @@ def reads(tool: str, argument: str) -> Callable[[Path], str]:
     return lambda file: called(tool, {argument: str(file)}, thought="I look.", text="I look.")
 
 
+def runs_cat(file: Path) -> str:
+    return called("exec_command", {"cmd": f"cat {file}"}, thought="I look.")
+
+
 AGENTS = {
     "Claude Code": ("claude_code", ask_claude, '"name": "Read"', reads("Read", "file_path")),
     "OpenCode": ("opencode", ask_opencode, '"name": "read"', reads("read", "filePath")),
-    "Codex": (
+    "Codex": ("codex", ask_codex, '"name": "exec_command"', runs_cat),
+    "Codex over WebSockets": (
         "codex",
-        ask_codex,
+        partial(ask_codex, web_sockets=True),
         '"name": "exec_command"',
-        lambda file: called("exec_command", {"cmd": f"cat {file}"}, thought="I look."),
+        runs_cat,
     ),
 }
 """Of each: its environment, how it is asked, what shows that it offers the tool, a call of it."""

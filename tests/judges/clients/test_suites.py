@@ -6,6 +6,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.judges.clients.conftest import Program, Run
@@ -14,7 +15,7 @@ from tests.judges.clients.table import Table
 
 pytestmark = [pytest.mark.long, pytest.mark.clients]
 
-CALLS = {
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "San Francisco": ("get_weather", {"location": "San Francisco, CA"}),
     "magic_function_no_args()": ("magic_function_no_args", {}),
     "magic_function(3)": ("magic_function", {"input": 3}),
@@ -59,6 +60,6 @@ def test_langchain_suites(
         own = [case for case in cases if str(case.get("classname")).endswith(suite)]
         found = sum(case.find("skipped") is not None for case in own)
         assert (len(own), found) == (TESTS, skipped)
-        name = f"langchain-tests, {suite.removeprefix('Test')}"
-        said[name] = f"yes; {TESTS - found} of {TESTS} passed, {found} are of media or left out"
-    table.add("LangChain", program.versions, said)
+        passed = f"yes; {TESTS - found} of {TESTS} passed, {found} are of media or left out"
+        said[f"ChatModelIntegrationTests, {suite.removeprefix('Test')}"] = passed
+    table.add("langchain-tests", program.versions, said)
