@@ -13,7 +13,16 @@ from attrs import frozen
 from commutator.tokenizer import load_text_model
 from commutator_scaffold.local_cluster import LocalCluster
 
-__all__ = ["CONTEXT_TOKENS", "KNOWN", "MODEL", "Answered", "Scripted", "called", "forced"]
+__all__ = [
+    "CONTEXT_TOKENS",
+    "KNOWN",
+    "MODEL",
+    "Answered",
+    "Scripted",
+    "called",
+    "forced",
+    "write_tokenizer",
+]
 
 CONTEXT_TOKENS = 131_072
 """Claude Code's first prompt has 24,000, and it asks for 32,000."""
@@ -59,7 +68,7 @@ class Scripted:
     ) -> None:
         """``names`` are those under which the model is served."""
         self._log = folder / "requests.jsonl"
-        self.model = _model(folder / "model")
+        self.model = write_tokenizer(folder / "model")
         """With the tokenizer's files."""
         model = {"source": str(self.model), "chat_template": str(_TEMPLATE)}
         engine = {
@@ -101,7 +110,7 @@ class Scripted:
         ]
 
 
-def _model(folder: Path) -> Path:
+def write_tokenizer(folder: Path) -> Path:
     """SmolLM2's tokenizer beside a configuration with a long context."""
     folder.mkdir()
     text = load_text_model(_TOKENIZER)
