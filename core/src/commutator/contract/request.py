@@ -102,7 +102,7 @@ class KvRetention:
 
 
 ConstraintKind = Literal[
-    "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"
+    "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"
 ]
 """What an answer may be made to follow; ``EngineInfo.constraints`` names those of an engine."""
 
@@ -120,8 +120,9 @@ class Constraint:
     """How to read ``value``."""
     value: str | tuple[str, ...] = ""
     """A JSON schema or a structural tag as JSON text, with keys in the order in which they are to
-    be generated; a regular expression for the whole text; a grammar, in the engine's notation; the
-    alternatives of a choice, at least one; empty for a ``json_object``, which is any."""
+    be generated; a regular expression for the whole text; a grammar, in the engine's notation, or
+    for "lark" in llguidance's, with special tokens by id; the alternatives of a choice, at least
+    one; empty for a ``json_object``, which is any."""
     after: tuple[int, ...] = ()
     """The token ids, in their order, after which it begins, such as the end of reasoning; empty: it
     begins with the answer."""

@@ -403,7 +403,7 @@ def _parsers(
                 ParserModel(
                     name=config.name,
                     chat_template=None if text.chat_template is None else text.chat_template.source,
-                    special_tokens=frozenset(text.special_texts.values()),
+                    special_tokens={one: id_ for id_, one in text.special_texts.items()},
                     reasoning=config.reasoning_parser,
                 ),
             )

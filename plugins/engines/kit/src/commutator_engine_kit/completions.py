@@ -45,8 +45,8 @@ __all__ = [
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 """The part of a request's body for an answer that ``CompletionReader.feed`` reads."""
 
-CONSTRAINTS = get_args(ConstraintKind)
-"""All kinds of constraints, of which the servers that are asked here have words for each."""
+CONSTRAINTS = tuple(kind for kind in get_args(ConstraintKind) if kind != "lark")
+"""The kinds of constraints that the servers that are asked here have words for."""
 
 _DONE = b"[DONE]"
 _DATA = b"data:"

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_reference.alternatives import with_any_of
 from commutator_reference.grammar_trial import LIMITS, GrammarTrial
 
 __all__ = ["KINDS", "Grammars", "Matcher"]
 
 KINDS: tuple[ConstraintKind, ...] = (
-    *("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"),
+    *("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"),
 )
 """What this engine enforces."""
 
@@ -166,6 +167,8 @@ def _grammar(constraint: Constraint) -> str:
             return str(LLMatcher.grammar_from_regex(value))
         case "grammar":
             return str(LLMatcher.grammar_from_lark(any_to_lark(value)))
+        case "lark":
+            return str(LLMatcher.grammar_from_lark(value))
         case "structural_tag":
             return _tags(json.loads(value))
     raise ValueError(f"unknown kind {constraint.kind}")
@@ -180,7 +183,8 @@ def _json(schema: Any, constraint: Constraint) -> str:
     options: Any = {"whitespace_flexible": bool(between)}
     if between:
         options["whitespace_pattern"] = between
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    text = json.dumps(with_any_of(schema))
+    return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
 
 
 def _tags(given: Any) -> str:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from commutator.contract.conversation import Conversation, Tool, ToolChoice
 from commutator.contract.parser import ForcedCalls
 from commutator.contract.request import Constraint
 from commutator.errors import RequestError
-from commutator_parsers.grammars import EitherCalls, Grammar, JsonCalls
+from commutator_parsers.families import Family
+from commutator_parsers.grammars import EitherCalls, JsonCalls
+from commutator_parsers.lark import HARMONY, Form, calls_grammar, form_of, literal
+from commutator_parsers.schemas import chosen_tools, moved
 
 __all__ = [
     "forced_choice",
-    "forced_grammar",
     "forced_opening",
+    "form_of_calls",
     "in_prompt",
     "in_thoughts",
     "special_marks",
 ]
 
-_NAMES_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_VALUES = {"const", "enum", "default", "examples"}
 _WHITESPACE = r"\n {0,24}| ?"
 """Between parts of JSON, where nobody else bounds it."""
 
@@ -34,61 +35,51 @@ def forced_choice(conversation: Conversation | None) -> ToolChoice | None:
     return choice if choice is not None and choice.mode in {"required", "named"} else None
 
 
-def forced_grammar(grammar: Grammar | None, template: str) -> JsonCalls | None:
-    """The JSON that a model with this chat template writes as calls; None: it is no JSON alone."""
+def form_of_calls(family: Family | None, template: str) -> JsonCalls | Form | None:
+    """How a model with this chat template is made to write calls; None: it cannot be."""
+    if family is None:
+        return None
+    if family.whole is not None:
+        return HARMONY if family.whole == "harmony" else None
+    grammar = family.grammar
     if isinstance(grammar, EitherCalls):
         grammar = grammar.behind_names if "[ARGS]" in template else grammar.with_names
-    return grammar if isinstance(grammar, JsonCalls) else None
+    return grammar if isinstance(grammar, JsonCalls) else form_of(grammar, template)
 
 
-def forced_opening(grammar: JsonCalls, template: str) -> str:
-    """What the model writes before the JSON: the marker that its template has."""
-    if grammar.line_openers:  # the JSON begins without one
+def forced_opening(form: JsonCalls | Form, template: str) -> str:
+    """What the model writes before the calls: the marker that its template has."""
+    if isinstance(form, Form):
+        return form.opened
+    if form.line_openers:  # the JSON begins without one
         return ""
-    known = (one for one in grammar.openers if one in template)
-    return next(known, grammar.openers[0]) + grammar.after_opener
+    known = (one for one in form.openers if one in template)
+    return next(known, form.openers[0]) + form.after_opener
 
 
-def in_prompt(grammar: JsonCalls, opening: str, conversation: Conversation) -> ForcedCalls:
-    """Where the answer is the JSON of the calls, since the prompt ends with ``opening``."""
-    value = json.dumps(_calls_schema(grammar, conversation))
+def in_prompt(
+    form: JsonCalls | Form, opening: str, conversation: Conversation, specials: Mapping[str, int]
+) -> ForcedCalls:
+    """Where the answer begins behind ``opening``, with which the prompt ends."""
+    if isinstance(form, Form):
+        grammar = calls_grammar(form, conversation, specials, opened=True)
+        return ForcedCalls(opening=opening, constraint=Constraint(kind="lark", value=grammar))
+    value = json.dumps(_calls_schema(form, conversation))
     return ForcedCalls(opening=opening, constraint=Constraint(kind="json_schema", value=value))
 
 
 def in_thoughts(
-    grammar: JsonCalls, opening: str, conversation: Conversation, specials: Collection[str]
+    form: JsonCalls | Form, opening: str, conversation: Conversation, specials: Mapping[str, int]
 ) -> ForcedCalls:
-    """Where the answer begins with thoughts, and ``opening`` comes after them.
-
-    Raises RequestError for markers that a grammar has no words for.
-    """
-    schema = _calls_schema(grammar, conversation)
-    schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
-    words = [f"%json {json.dumps(schema)}"]
-    if opening:
-        words = [*_words(opening, specials), *words]
-    value = f"start: SPACE? {' '.join(words)}\nSPACE: /\\n{{1,2}}/"
-    return ForcedCalls(opening="", constraint=Constraint(kind="grammar", value=value))
-
-
-def _words(opening: str, specials: Collection[str]) -> Iterator[str]:
-    """``opening`` in a grammar's words, where special tokens stand in angle brackets."""
-    at = 0
-    for start, length in special_marks(opening, specials):
-        if start > at:
-            yield json.dumps(opening[at:start], ensure_ascii=False)
-        at = start + length
-        marker = opening[start:at]
-        if not re.fullmatch(r"<[^<>\s]+>", marker):
-            raise RequestError(
-                f"tool_choice: after thoughts this model cannot be made to write {marker}; "
-                'use "auto", or have it not think',
-                "tool_choice",
-                "unsupported_parameter",
-            )
-        yield marker
-    if opening[at:]:
-        yield json.dumps(opening[at:], ensure_ascii=False)
+    """Where the answer begins with thoughts, and ``opening`` comes after them."""
+    if isinstance(form, Form):
+        value = calls_grammar(form, conversation, specials, opened=False)
+    else:
+        schema = _calls_schema(form, conversation)
+        schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+        words = f"{literal(opening, specials)} %json {json.dumps(schema)}"
+        value = f"start: SPACE? {words}\nSPACE: /\\n{{1,2}}/"
+    return ForcedCalls(opening="", constraint=Constraint(kind="lark", value=value))
 
 
 def special_marks(text: str, specials: Collection[str]) -> Sequence[tuple[int, int]]:
@@ -103,11 +94,9 @@ def _calls_schema(grammar: JsonCalls, conversation: Conversation) -> dict[str, A
     """The JSON schema of all that the answer may be. Raises RequestError."""
     choice = conversation.tool_choice
     assert choice is not None
-    named = choice.mode == "named"
-    tools = [tool for tool in conversation.tools if not named or tool.name == choice.name]
     schemas: dict[str, Any] = {}
     try:
-        calls = [_call_schema(grammar, tool, schemas) for tool in tools]
+        calls = [_call_schema(grammar, tool, schemas) for tool in chosen_tools(conversation)]
     except RecursionError:
         raise RequestError("tools: parameters are nested too deeply", "tools") from None
     found: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
@@ -140,25 +129,8 @@ def _arguments_schema(tool: Tool, schemas: dict[str, Any]) -> dict[str, Any]:
     if "$ref" not in given:
         given["type"] = "object"
     place = f"tool{len(schemas)}"
-    moved = _moved(given, f"#/$defs/{place}")
-    if moved == given:
+    placed = moved(given, f"#/$defs/{place}")
+    if placed == given:
         return given
-    schemas[place] = moved
+    schemas[place] = placed
     return {"$ref": f"#/$defs/{place}"}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """``schema`` with its references to its own root leading to ``place``."""
-    if isinstance(schema, list | tuple):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found[key] = place + value[1:]
-        elif key in _NAMES_OF_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: _moved(one, place) for name, one in value.items()}
-        else:
-            found[key] = value if key in _VALUES else _moved(value, place)
-    return found

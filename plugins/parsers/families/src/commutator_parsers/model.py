@@ -15,8 +15,8 @@ from commutator_parsers.channels import ElementParser, HarmonyParser
 from commutator_parsers.families import FAMILIES, REASONING, detect, detect_reasoning
 from commutator_parsers.forced import (
     forced_choice,
-    forced_grammar,
     forced_opening,
+    form_of_calls,
     in_prompt,
     in_thoughts,
     special_marks,
@@ -39,7 +39,8 @@ class ModelParser(Parser):
         self._name = name
         self._template = template
         self.reads_calls = self.family is not None
-        self._specials = frozenset(model.special_tokens)
+        self._form = form_of_calls(self.family, template)
+        self._specials = model.special_tokens
         self._thinking = self._thinking_of(model.reasoning, template)
 
     def _thinking_of(self, reasoning: str, template: str) -> Thinking | None:
@@ -82,27 +83,25 @@ class ModelParser(Parser):
             return None
         ids = "call" if family is None else family.ids
         made = FamilyParser(thinking, grammar, silent, ids, asked, begins, self._specials)
-        if begins is None and forced_choice(asked) is not None:
-            form = forced_grammar(grammar, self._template)
-            opening = "" if form is None else forced_opening(form, self._template)
+        if begins is None and self._form is not None and forced_choice(asked) is not None:
+            opening = forced_opening(self._form, self._template)
             made.feed(opening, special_marks(opening, self._specials))
         return made
 
     def forced(self, conversation: Conversation, prompt_end: str) -> ForcedCalls:
         """As of ``Parser``."""
-        family = self.family
-        form = None if family is None else forced_grammar(family.grammar, self._template)
+        form = self._form
         if form is None:
             raise RequestError(
-                f"tool_choice: models of the family {self._name} write calls otherwise than as "
-                'JSON after a marker, and cannot be made to write them; use "auto"',
+                f"tool_choice: models of the family {self._name} write calls in a form of their "
+                'own, and cannot be made to write them; use "auto"',
                 "tool_choice",
                 "unsupported_parameter",
             )
         opening = forced_opening(form, self._template)
-        if _begins_thinking(self._thinking, conversation, prompt_end) is None:
-            return in_prompt(form, opening, conversation)
-        return in_thoughts(form, opening, conversation, self._specials)
+        thinks = _begins_thinking(self._thinking, conversation, prompt_end) is not None
+        ask = in_thoughts if thinks else in_prompt
+        return ask(form, opening, conversation, self._specials)
 
 
 def _begins_thinking(
