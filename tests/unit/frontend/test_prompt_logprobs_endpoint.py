@@ -276,3 +276,19 @@ async def test_with_token_ids_the_token_that_ended_the_answer_has_logprobs() -> 
     named = [f"token_id:{token}" for token in choice["token_ids"]]
     assert choice["logprobs"]["tokens"] == named
     assert plain["choices"][0]["logprobs"]["tokens"] == named[:-1]
+
+
+async def test_a_chats_prompt_may_be_given_in_tokens() -> None:
+    dispatcher = FakeDispatcher(answer("Yes"))
+    async with front_door(dispatcher) as door:
+        given = {"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}}
+        _, body = await door.chat(**given, max_tokens=4, return_token_ids=True)
+        length, _ = await door.chat(**given)
+        moved, refused = await door.chat(
+            kv_transfer_params={"prompt_token_ids": [5], "remote_host": "a"}, max_tokens=4
+        )
+    assert body["prompt_token_ids"] == [5, 6, 7]
+    assert body["choices"][0]["message"]["content"] == "Yes"
+    assert [[*request.token_ids] for request in dispatcher.requests] == [[5, 6, 7]]
+    assert (length, moved) == (400, 400)
+    assert refused["error"]["code"] == "not_allowed"

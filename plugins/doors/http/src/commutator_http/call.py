@@ -29,7 +29,7 @@ from commutator_http.byte_budget import ByteBudget
 from commutator_http.config import HttpConfig
 from commutator_http.connections import Strangers
 from commutator_http.cors import Cors
-from commutator_http.health import PROBE_PATHS
+from commutator_http.health import OPERATIONS_PATHS, PROBE_PATHS
 from commutator_http.inflate import CODINGS, InflateError, Inflater
 
 __all__ = [
@@ -355,7 +355,8 @@ class HttpCall(Call):
     def add_headers(self, response: web.StreamResponse) -> None:
         """Add the request id and the collected headers."""
         headers, parts = response.headers, self.parts_of_door
-        headers[_REQUEST_ID] = self.request_id
+        if self.path not in OPERATIONS_PATHS:  # nobody looks for a probe in the log
+            headers[_REQUEST_ID] = self.request_id
         headers[hdrs.SERVER] = "commutator"  # else aiohttp tells its version and Python's
         if self.answer_headers:
             headers.update(self.answer_headers)

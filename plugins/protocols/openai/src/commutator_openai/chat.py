@@ -248,6 +248,8 @@ def asked_chat(body: ChatRequest) -> Generate:
         asked.top_logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
+    if body.kv_transfer_params is not None:
+        _take_tokens(asked, body.kv_transfer_params)
     if asked.user is None:
         asked.user = body.safety_identifier
     if not asked.session_id:
@@ -255,8 +257,21 @@ def asked_chat(body: ChatRequest) -> Generate:
     return asked
 
 
+def _take_tokens(asked: Generate, token_ids: list[int]) -> None:
+    """The prompt is given; of it no chat template is known, and calls are not read."""
+    conversation = asked.conversation
+    if asked.max_tokens is None or (conversation is not None and conversation.tools):
+        raise RequestError(
+            "kv_transfer_params: needs max_completion_tokens, and no tools", "kv_transfer_params"
+        )
+    asked.conversation, asked.prompts = None, (token_ids,)
+
+
 def asked_batch(body: BatchRequest) -> Generate:
     """Raises RequestError for what contradicts itself."""
+    if body.kv_transfer_params is not None:
+        problem = "one prompt cannot stand for several conversations"
+        raise RequestError(f"kv_transfer_params: {problem}", "kv_transfer_params")
     conversations = cast("Any", body.messages)
     first, *further = (evolve(body, messages=messages) for messages in conversations)
     asked = asked_chat(first)

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_LABEL",
     "CacheControl",
     "FunctionType",
+    "GivenTokens",
     "Hint",
     "Items",
     "Label",
@@ -297,6 +298,24 @@ class TokenIds(Special):
     def schema(self, inner: Any) -> dict[str, Any]:
         items = {"type": "array", "items": json_schema(TokenId), "minItems": self.minimum}
         return items if self.maximum is None else items | {"maxItems": self.maximum}
+
+
+@frozen(eq=False)
+class GivenTokens(Special):
+    """Of what moves KV blocks, the prompt's tokens alone, which move none."""
+
+    def convert(self, value: Any) -> list[int] | None:
+        match value:
+            case None:
+                return None
+            case {"prompt_token_ids": [_, *_] as given} if len(value) == 1:
+                if _are_token_ids(given):
+                    return given
+        raise ValueError("not allowed: only the front door moves KV blocks; leave it out")
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        ids = {"type": "array", "minItems": 1, "items": json_schema(TokenId)}
+        return {"type": ["object", "null"], "properties": {"prompt_token_ids": ids}}
 
 
 @frozen(eq=False)

@@ -12,6 +12,7 @@ from commutator_openai.fields import (
     MAX_INT,
     CacheControl,
     FunctionType,
+    GivenTokens,
     Hint,
     Items,
     Label,
@@ -338,6 +339,10 @@ class ChatRequest(GenerationRequest):
     )
     documents: Annotated[tuple[dict[str, Any], ...], Items(0, MAX_MESSAGES)] | None = setting(
         "Documents for the model's chat template.", None
+    )
+    kv_transfer_params: Annotated[Any, GivenTokens()] = setting(
+        "Only `prompt_token_ids`: the rendered prompt, which is taken instead of the messages'.",
+        None,
     )
     add_generation_prompt: bool | None = setting(
         "End the prompt with the start of an assistant's turn; true by default.", None

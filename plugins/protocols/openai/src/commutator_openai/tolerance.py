@@ -95,7 +95,7 @@ def set_aside(body: dict[str, Any], cls: Any, *, strict: bool) -> Leftovers:
     refused = []
     for name in [name for name in body if name not in _fields(cls)]:
         value, not_served = body[name], _NOT_SERVED_BY.get(cls, {}).get(name)
-        if name in _NOT_ALLOWED and value is not None:
+        if name in _NOT_ALLOWED and value not in (None, []):
             refused.append((name, f"not allowed: {_NOT_ALLOWED[name]}; leave it out"))
         elif not_served is not None:
             try:
