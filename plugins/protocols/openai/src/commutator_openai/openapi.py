@@ -121,6 +121,17 @@ def openapi_document(
         },
     }
     anything = {"type": "object"}
+    protected |= {
+        "/tokenizer_info": {
+            "get": _get("Special tokens, chat template, longest prompt.", anything)
+        },
+        "/version": {"get": _get("The front door's version.", anything)},
+        "/load": {"get": _get("Requests that the front door has in hand.", anything)},
+    }
+    invocation = _post("What the body shows.", requests.ChatRequest, responses.ChatCompletion)
+    either = [_ref(requests.ChatRequest), _ref(requests.CompletionRequest)]
+    invocation["requestBody"]["content"]["application/json"]["schema"] = {"anyOf": either}
+    protected["/invocations"] = {"post": invocation}
     if operations:
         protected |= {
             "/health": {"get": _get("Models, workers and load.", anything)},
