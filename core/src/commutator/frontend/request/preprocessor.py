@@ -9,6 +9,8 @@ from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from commutator.errors import RequestError
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
@@ -80,12 +82,7 @@ class Preprocessor:
             hashing = BlockHashing(size, hashes)
         self._hashing = hashing
         cuts = model.cut_points
-        encoder = Encoder(
-            model.tokenizer,
-            model.fast_tokenizer,
-            name=name,
-            on_difference=metrics.tokenizer_differences.labels(name).inc,
-        )
+        encoder = self._encoder(model.tokenizer, model.fast_tokenizer)
         self._guarded_bytes = max_bytes // _GUARDED_PART
         self._cache = self._new_cache(encoder, cuts, max_bytes - self._guarded_bytes)
         self._guarded_cache: PromptTokenCache | None = None
@@ -98,6 +95,10 @@ class Preprocessor:
                 where,
                 cuts.problem,
             )
+
+    def _encoder(self, tokenizer: Tokenizer, fast: FastTokenizer) -> Encoder:
+        differs = self._metrics.tokenizer_differences.labels(self._name).inc
+        return Encoder(tokenizer, fast, name=self._name, on_difference=differs)
 
     def _new_cache(self, encoder: Encoder, cuts: CutPoints, max_bytes: int) -> PromptTokenCache:
         hit = self._metrics.prompt_cache_hits.labels(self._name).inc
@@ -210,7 +211,7 @@ class Preprocessor:
                         "messages",
                         "control_token",
                     )
-                encoder = Encoder(double, FastTokenizer(None), name=self._name)
+                encoder = self._encoder(double, FastTokenizer.of(double))
                 cuts = cut_points_of(double)
                 self._guarded_cache = self._new_cache(encoder, cuts, self._guarded_bytes)
             return self._guarded_cache
