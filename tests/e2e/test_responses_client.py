@@ -213,6 +213,7 @@ def test_three_turns_by_the_id_of_the_last_are_as_with_the_whole_history(
 # ------------------------------------------------------------------------ the store
 
 
+@pytest.mark.security
 def test_what_is_kept_is_its_principals_alone(client: openai.OpenAI, cluster: LocalCluster) -> None:
     kept = client.responses.create(model="m", input=ASKED, max_output_tokens=2)
     with _client(cluster, "bob") as other:

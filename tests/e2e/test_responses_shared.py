@@ -117,6 +117,7 @@ class Conversation:
         self.last = final.id
 
 
+@pytest.mark.security
 def test_a_conversation_goes_on_whatever_ends(
     hosts: tuple[LocalCluster, LocalCluster], jetstream: NatsServer
 ) -> None:

@@ -19,6 +19,7 @@ from commutator.auth.gate import Gate
 from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.contract.response_store import ResponseStoreConfig
 from commutator.errors import EngineError
+from commutator_responses import handlers
 from commutator_responses.protocol import ResponsesConfig
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -98,6 +99,22 @@ async def test_a_connection_remembers_its_last_response_though_it_is_not_stored(
         assert again[-1]["type"] == "response.completed"
 
 
+async def test_a_conversation_that_is_too_long_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handlers, "_MAX_REMEMBERED_BYTES", 8000)
+    async with connected() as (_, socket):
+        name = None
+        for _ in range(9):
+            (*_, last) = await ask(socket, input="x" * 400, previous_response_id=name)
+            if last["type"] == "error":
+                break
+            name = last["response"]["id"]
+        assert last["error"]["param"] == "previous_response_id"
+        assert (await ask(socket, input="Hi"))[-1]["type"] == "response.completed"
+
+
+@pytest.mark.security
 async def test_another_connection_does_not_know_it() -> None:
     stores = (ResponsesConfig(kind="responses"),)
     async with connected(protocols=stores) as (door, socket):
@@ -144,6 +161,7 @@ async def test_what_fails_on_the_way_is_the_last_event() -> None:
         assert (said["type"], said["status"]) == ("error", 500)
 
 
+@pytest.mark.security
 async def test_each_message_has_an_account_and_a_principal_of_its_own() -> None:
     keys = Keys()
     async with connected(keys=keys) as (door, socket):
@@ -167,6 +185,7 @@ async def test_each_message_has_an_account_and_a_principal_of_its_own() -> None:
         assert socket.close_code == 1008
 
 
+@pytest.mark.security
 async def test_who_may_not_call_opens_no_connection() -> None:
     keys = Keys()
     async with connected(keys=keys, max_websockets=1) as (door, _):
@@ -185,6 +204,7 @@ async def test_who_may_not_call_opens_no_connection() -> None:
             assert "POST" in (await answer.json())["error"]["message"]
 
 
+@pytest.mark.security
 async def test_what_is_too_large_or_no_text_or_too_much_ends_the_connection() -> None:
     async def ends(door: FrontDoor, *messages: str | bytes) -> int | None:
         async with door.session.ws_connect(f"{door.url}/v1/responses") as socket:

@@ -100,8 +100,8 @@ class HttpConfig(DoorConfig):
     )
     max_websockets: PositiveInt = setting(
         "WebSockets to one front-door process; one more is answered 503. A message may have "
-        "`max_body_bytes`, and four more may wait while one is answered.",
-        256,
+        "`max_body_bytes`, and as much may wait while it is answered, in four messages at most.",
+        128,
     )
     websocket_idle_s: PositiveSeconds = setting(
         "Seconds after which a WebSocket is closed whose client asks for nothing.", 600.0

@@ -169,7 +169,7 @@ def _check(call: HttpCall, parts: DoorParts) -> None:
 
 
 async def _serve(handle: Handle, opening: HttpCall, socket: web.WebSocketResponse) -> None:
-    messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+    messages = _Messages(opening.parts_of_door.max_body_bytes)
     reading = asyncio.create_task(_read(socket, messages))
     client = opening.request.protocol
     state: dict[str, Any] = {}
@@ -179,7 +179,7 @@ async def _serve(handle: Handle, opening: HttpCall, socket: web.WebSocketRespons
                 client.waits_for_client()
             try:
                 async with asyncio.timeout(opening.parts_of_door.websocket_idle_s):
-                    message = await messages.get()
+                    message = await messages.first()
             except TimeoutError:
                 await socket.close(message=b"idle for too long")
                 return
@@ -212,19 +212,44 @@ async def _while(reading: asyncio.Task[None], work: Awaitable[int]) -> int:
         return _CLIENT_GONE
 
 
-async def _read(socket: web.WebSocketResponse, messages: asyncio.Queue[bytes | None]) -> None:
-    """Put what comes into ``messages``, and None at the end; pings are answered on the way."""
+class _Messages:
+    """Those that wait to be answered."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def add(self, message: bytes) -> bool:
+        """False: too many wait."""
+        if self._queue.qsize() >= _MAX_WAITING or self._bytes + len(message) > self._max_bytes:
+            return False
+        self._bytes += len(message)
+        self._queue.put_nowait(message)
+        return True
+
+    def end(self) -> None:
+        """The client has left."""
+        self._queue.put_nowait(None)
+
+    async def first(self) -> bytes | None:
+        """Taken out; None: the client has left."""
+        message = await self._queue.get()
+        self._bytes -= 0 if message is None else len(message)
+        return message
+
+
+async def _read(socket: web.WebSocketResponse, messages: _Messages) -> None:
+    """Put what comes into ``messages``; pings are answered on the way."""
     try:
         async for message in socket:
             if message.type is not WSMsgType.TEXT:
                 await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"send text")
-            elif messages.qsize() >= _MAX_WAITING:
+            elif not messages.add(message.data.encode()):
                 text = b"too many messages wait; send one when the last is answered"
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=text)
-            else:
-                messages.put_nowait(message.data.encode())
     finally:
-        messages.put_nowait(None)
+        messages.end()
 
 
 async def _answer(handle: Handle, call: SocketCall, opening: HttpCall) -> int:

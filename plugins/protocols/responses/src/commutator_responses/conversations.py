@@ -52,6 +52,8 @@ class Remembered:
     id: str
     items: Sequence[Item]
     session: str | None
+    size_bytes: int
+    """About, of the JSON of its items."""
 
 
 @frozen

@@ -36,8 +36,8 @@ __all__ = ["Handlers"]
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100
 _LISTED = 20
-_MAX_REMEMBERED_BYTES = 16 << 20
-"""Of what a connection remembers; a longer conversation has to be sent."""
+_MAX_REMEMBERED_BYTES = 4 << 20
+"""Of JSON that a connection remembers; a longer conversation has to be sent."""
 _FALSE = ("false", "0", "")
 _encode = msgspec.json.encode
 _decode = msgspec.json.decode
@@ -211,11 +211,14 @@ def _remember(call: Call, making: Making, final: bytes) -> None:
     """A connection knows its last response, stored or not."""
     if call.connection is None:
         return
-    call.connection.pop(REMEMBERED, None)
-    items = [*making.turn.items, *_decode(final)["output"]]
-    if len(_encode(items)) <= _MAX_REMEMBERED_BYTES:
+    before: Remembered | None = call.connection.pop(REMEMBERED, None)
+    size = len(call.body) + len(final)
+    if before is not None and before.id == making.turn.previous:
+        size += before.size_bytes
+    if size <= _MAX_REMEMBERED_BYTES:
+        items = [*making.turn.items, *_decode(final)["output"]]
         session = making.asked.generate.session_id
-        call.connection[REMEMBERED] = Remembered(making.id, items, session)
+        call.connection[REMEMBERED] = Remembered(making.id, items, session, size)
 
 
 def _join_session(call: Call, asked: Asked, turn: Turn, key: str) -> None:
