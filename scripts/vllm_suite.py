@@ -194,7 +194,10 @@ def _vllm() -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -290,7 +293,9 @@ _NO_ADAPTERS = """import pytest
 def qwen3_lora_files():
     return ""
 """
-_LITERAL = re.compile(r'"(HuggingFaceH4/zephyr-7b-beta|openai-community/gpt2)"')
+_LITERAL = re.compile(
+    r'"(HuggingFaceH4/zephyr-7b-beta|openai-community/gpt2|claude-3-7-sonnet-latest)"'
+)
 
 
 def _prepare(tests: Path) -> None:

@@ -310,7 +310,7 @@ class GivenTokens(Special):
                 return None
             case {"prompt_token_ids": [_, *_] as given} if len(value) == 1:
                 if _are_token_ids(given):
-                    return given
+                    return [*given]
         raise ValueError("not allowed: only the front door moves KV blocks; leave it out")
 
     def schema(self, inner: Any) -> dict[str, Any]:
