@@ -58,7 +58,7 @@ _READ = _OF_CONVERSATION | {
     *("max_output_tokens", "max_tool_calls", "min_p", "presence_penalty", "priority", "prompt"),
     *("prompt_cache_key", "repetition_penalty", "safety_identifier", "seed", "service_tier"),
     *("stop", "store", "stream", "stream_options", "temperature", "top_k", "top_logprobs", "top_p"),
-    *("cache_salt", "context_management", "user"),
+    *("cache_salt", "context_management", "enable_response_messages", "user"),
 }
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
@@ -125,6 +125,7 @@ def read_request(
         session_id=_label(given, "prompt_cache_key"),
         priority=integer(given, "priority"),
         cache_salt=_label(given, "cache_salt"),
+        token_ids=bool(optional(given, "enable_response_messages", bool, "true or false")),
         constraint=_constraint(given),
         params={
             "constraint": "text.format",

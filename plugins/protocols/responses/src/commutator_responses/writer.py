@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -152,6 +152,9 @@ class ResponseWriter(AnswerWriter):
         self._token_text = plan.text.token_text
         self._token_bytes = plan.text.token_bytes
         self._logprobs = logprobs
+        self._plan = plan
+        self._token_ids: list[int] | None = [] if plan.rules.token_ids else None
+        """Those of the answer, where the client wants them."""
         self._response = new_response(key, plan.model, echo, plan.requests[0].sampling)
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: _Open | None = None
@@ -169,6 +172,8 @@ class ResponseWriter(AnswerWriter):
     def stream(self, batch: Batch) -> bytes:
         sent = [] if self._begun else [self._begin()]
         for _, event in batch:
+            if self._token_ids is not None and type(event) is Content:
+                self._token_ids += event.token_ids
             if type(event) is Content and event.text and self._text_delta and not event.logprobs:
                 sent.append(self._more_text(event.text))
             else:
@@ -222,6 +227,8 @@ class ResponseWriter(AnswerWriter):
 
     def keep(self, batch: Batch) -> None:
         for _, event in batch:
+            if self._token_ids is not None and type(event) is Content:
+                self._token_ids += event.token_ids
             for _ in self._said(event):
                 pass
 
@@ -245,7 +252,14 @@ class ResponseWriter(AnswerWriter):
         else:
             response["incomplete_details"] = {"reason": reason}
         response["usage"] = _usage(usage)
+        if self._token_ids is not None:  # as vLLM tells them
+            response["input_messages"] = [self._raw(self._plan.requests[0].token_ids)]
+            response["output_messages"] = [self._raw(self._token_ids)]
         self.final = _encode(response)
+
+    def _raw(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        text = self._plan.text.decode(token_ids, skip_special_tokens=False)
+        return {"type": "raw_message_tokens", "message": text, "tokens": [*token_ids]}
 
     # ---------------------------------------------------------------------- items
 
