@@ -125,7 +125,7 @@ def test_an_agent_reads_two_files(
     with Scripted(tmp_path, answers) as running:
         assert ask(program, run, work, running.url) == ANSWER
         answered = running.answered()
-    assert {one.status for one in answered} == {200}
+    assert {one.status for one in answered} <= {200, 101}  # a WebSocket is a request, too
     turns = sorted(answered, key=lambda one: one.prompt_tokens)[-len(FILES) - 1 :]
     parts = [after.cached_tokens / before.prompt_tokens for before, after in pairwise(turns)]
     assert min(parts) >= LEAST_CACHED, turns
