@@ -81,11 +81,23 @@ def answer(
         reason = finish if len(ids) < request.sampling.max_tokens else FinishReason.LENGTH
         cuts = range(0, len(ids), tokens_per_delta)
         deltas = [_delta(request, ids[cut : cut + tokens_per_delta]) for cut in cuts]
-        deltas[0] = evolve(deltas[0], cached_tokens=cached_tokens)
+        prompt = _prompt_logprobs(request)
+        deltas[0] = evolve(deltas[0], cached_tokens=cached_tokens, prompt_logprobs=prompt)
         deltas[-1] = evolve(deltas[-1], finish_reason=reason)
         return [*deltas]
 
     return script
+
+
+def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
+    """-1 for each token of rank 4, and -2, -3, ... for the likeliest."""
+    if request.prompt_logprobs is None:
+        return ()
+    top = tuple((rank, -2.0 - rank) for rank in range(request.prompt_logprobs))
+    return tuple(
+        TokenLogprob(token_id=token, logprob=-1.0, top=top, rank=4)
+        for token in request.token_ids[1:]
+    )
 
 
 def _delta(request: GenerateRequest, ids: Sequence[int]) -> TokenDelta:

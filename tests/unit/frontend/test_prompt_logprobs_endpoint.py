@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import evolve
@@ -12,34 +13,10 @@ from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
     TokenDelta,
-    TokenLogprob,
 )
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-def scored(text: str, **options: Any) -> Any:
-    """A script that tells the prompt's log probabilities: -1 for each token, and -2, -3, ..."""
-    says = answer(text, **options)
-
-    def script(request: GenerateRequest) -> list[TokenDelta | Exception]:
-        first, *rest = says(request)
-        top = request.prompt_logprobs
-        if top is not None and isinstance(first, TokenDelta):
-            entries = tuple(
-                TokenLogprob(
-                    token_id=token,
-                    logprob=-1.0,
-                    top=tuple((rank, -2.0 - rank) for rank in range(top)),
-                    rank=4,
-                )
-                for token in request.token_ids[1:]
-            )
-            first = evolve(first, prompt_logprobs=entries)
-        return [first, *rest]
-
-    return script
 
 
 async def events(door: FrontDoor, path: str, **body: Any) -> list[dict[str, Any]]:
@@ -55,7 +32,7 @@ async def events(door: FrontDoor, path: str, **body: Any) -> list[dict[str, Any]
 async def test_a_log_likelihood_is_asked_for_by_echo() -> None:
     """As lm-eval does: batches of token ids, one token more, or none."""
     prompts = [TEXT.encode("The capital of France is"), TEXT.encode("Hi there")]
-    dispatcher = FakeDispatcher(scored(" Paris."))
+    dispatcher = FakeDispatcher(answer(" Paris."))
     async with front_door(dispatcher) as door:
         asked: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
         _, none = await door.complete(max_tokens=0, **asked)
@@ -82,7 +59,7 @@ async def test_a_log_likelihood_is_asked_for_by_echo() -> None:
 
 
 async def test_streams_tell_the_same_as_whole_answers() -> None:
-    async with front_door(FakeDispatcher(scored(" Paris is it."))) as door:
+    async with front_door(FakeDispatcher(answer(" Paris is it."))) as door:
         asked = {"prompt": "The capital of France is", "echo": True, "logprobs": 2}
         _, whole = await door.complete(**asked)
         chunks = await events(door, COMPLETIONS, **asked)
@@ -94,7 +71,7 @@ async def test_streams_tell_the_same_as_whole_answers() -> None:
 
 
 async def test_prompt_logprobs_of_vllm() -> None:
-    async with front_door(FakeDispatcher(scored("Hello"))) as door:
+    async with front_door(FakeDispatcher(answer("Hello"))) as door:
         _, completed = await door.complete(prompt=["One two", "Three"], prompt_logprobs=1)
         _, said = await door.chat(prompt_logprobs=0)
         _, plain = await door.chat()
@@ -112,7 +89,12 @@ async def test_prompt_logprobs_of_vllm() -> None:
 
 
 async def test_an_engine_that_sends_too_few_fails() -> None:
-    async with front_door(FakeDispatcher(answer("Hello"))) as door:
+    told = answer("Hello")
+
+    def silent(request: GenerateRequest) -> Sequence[TokenDelta | Exception]:
+        return told(evolve(request, prompt_logprobs=None))
+
+    async with front_door(FakeDispatcher(silent)) as door:
         status, _ = await door.chat(prompt_logprobs=0)
     assert status == 500
 
