@@ -132,7 +132,9 @@ class Matcher:
             allowed[self._ends] = True
         mask = torch.from_numpy(allowed).to(logits.device)
         masked = logits.masked_fill(~mask, -torch.inf)
-        return masked if masked.isfinite().any() else raw.masked_fill(~mask, -torch.inf)
+        if logits is raw or masked.isfinite().any():
+            return masked
+        return raw.masked_fill(~mask, -torch.inf)
 
     def advance(self, token_id: int) -> None:
         """The answer's next token.
