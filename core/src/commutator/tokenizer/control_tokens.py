@@ -55,6 +55,7 @@ _RARE = [chr(0xA0 + one) for one in (1, 2, 3, 6, 7, 9, 11, 12, 14, 16, 17, 22, 2
 """Signs of one byte, which JSON, cases, trimming and normal forms leave alone."""
 _SECRET = 13
 """So many of them nobody guesses."""
+_MARK = 3
 _PROBES = 300
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 
@@ -165,8 +166,8 @@ class ControlTokens:
         signs = [sign for sign in _RARE if not any(sign in one for one in self.texts)]
         self._lead = draw.choice(signs)  # no constant, so that nobody can write many of them
         secrets = {"".join(draw.choices(signs, k=_SECRET)) for _ in range(2 * len(self.texts) + 9)}
-        self._mark = self._lead + secrets.pop()
-        """Put into what clients wrote."""
+        self._mark = self._lead + secrets.pop()[:_MARK]
+        """Put into what clients wrote. Who guesses it takes characters from his own text."""
         self._opened = dict(zip(secrets, self.texts, strict=False))
         """Control tokens by their seals without the lead."""
         self._seals = {text: self._lead + secret for secret, text in self._opened.items()}
