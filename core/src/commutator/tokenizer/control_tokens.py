@@ -71,6 +71,8 @@ class RenderedPrompt:
 
     def followed_by(self, text: str) -> RenderedPrompt:
         """With more text, whose control tokens are ones."""
+        if not text:
+            return self
         if self.sealed is None or self.controls is None:
             return evolve(self, text=self.text + text)
         sealed = self.sealed + self.controls.seal(text)
@@ -189,8 +191,11 @@ class ControlTokens:
 
         ``plain`` is the text without seals. A control token may come about in normalized text.
         """
-        if any(first in sealed for first in self._firsts) and self._raw.search(sealed):
-            return True
+        for first in self._firsts:
+            if first in sealed:
+                if self._raw.search(sealed):
+                    return True
+                break
         if self._normalizer is None or (plain.isascii() and not self._normalizes_ascii):
             return False
         return self._raw.search(self._normalizer.normalize_str(sealed)) is not None

@@ -65,11 +65,14 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     salt = salted(target.principal, asked.cache_salt)
     if asked.conversation is None:
         return await _plan_prompts(asked, target, salt)
-    conversations = [asked.conversation, *asked.further]
-    _check_answers(asked.answers, len(conversations))
-    check_answers(target.principal, asked.answers * len(conversations))
-    plans = [await _plan_conversation(asked, one, target, salt) for one in conversations]
-    return plans[0] if len(plans) == 1 else _joined(plans, target.request_id)
+    conversations = 1 + len(asked.further)
+    _check_answers(asked.answers, conversations)
+    check_answers(target.principal, asked.answers * conversations)
+    plan = await _plan_conversation(asked, asked.conversation, target, salt)
+    if not asked.further:
+        return plan
+    further = [await _plan_conversation(asked, one, target, salt) for one in asked.further]
+    return _joined([plan, *further], target.request_id)
 
 
 def _joined(plans: Sequence[Plan], request_id: str) -> Plan:

@@ -188,6 +188,7 @@ class Label(Special):
 
 
 _ROLE = r"[A-Za-z][A-Za-z0-9_\-]{0,63}"
+_IS_ROLE = re.compile(_ROLE).fullmatch
 
 
 @frozen(eq=False)
@@ -201,7 +202,7 @@ class Role(Special):
         if isinstance(value, str):
             if why := self.refused.get(value):
                 raise ValueError(f"not supported: {value}, because {why}")
-            if re.fullmatch(_ROLE, value):
+            if _IS_ROLE(value):
                 return value
         raise Mismatch("system, developer, user, assistant, tool or another word", value)
 
