@@ -162,6 +162,7 @@ class Session:
         self, name: str, record: Record, data: bytes, expected: int | None = None
     ) -> bool:
         """False: its last message is not number ``expected`` any more, and nothing was written."""
+        before = self._known.get(name)  # those who follow may know of the new one before us
         headers = record.headers
         if expected is not None:
             headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected)
@@ -171,7 +172,6 @@ class Session:
             if error.err_code == _WRONG_SEQUENCE:
                 return False
             raise
-        before = self._known.get(name)
         self._apply(name, done.seq, record)
         if before is not None and before.record.parts_of != record.parts_of:
             await self._drop_parts(before.record)
