@@ -32,6 +32,7 @@ PAIRS = [
     ("The capital of France is", " Paris, of course."),
     ("The capital of France is", " a banana."),
     ("Water boils at one hundred degrees, and it freezes at" * 3, " zero degrees. 😀"),
+    ("Question: What is 2 + 2?\nAnswer:", " twenty-two"),  # where the answer ends at once
 ]
 CLOSE = 1e-3
 

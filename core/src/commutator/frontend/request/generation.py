@@ -132,6 +132,7 @@ class Choice:
         self._rules = rules
         self._wants_logprobs = wants_logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._counts_end = rules.token_ids or prompt_logprobs is not None
         skip = rules.skip_special_tokens and parser is None  # markers are special tokens
         self._detokenizer = model.detokenizer(skip_special_tokens=skip)
         self._specials = {} if parser is None else model.special_texts
@@ -192,7 +193,7 @@ class Choice:
         start = self._decoded
         shown = self._shown(delta)
         text = self._text(shown, delta.logprobs)
-        if self._rules.token_ids:  # those of the token that ended the answer, too
+        if self._counts_end:  # those of the token that ended the answer, too
             self._pending += [(self._decoded, one) for one in delta.logprobs[len(shown) :]]
         self.generated_tokens += len(delta.token_ids)
         if self._parser is not None:
