@@ -65,5 +65,8 @@ def test_what_is_apart_by_its_types_or_by_a_key_becomes_one_of_several() -> None
     for some in (kinds, tagged, [*tagged, {"type": "null"}]):
         found = with_any_of({"items": {"oneOf": some}, "$defs": DEFINED})
         assert found["items"] == {"anyOf": some}
+    assert with_any_of({"oneOf": [True, {"type": "object"}]}) == {
+        "oneOf": [True, {"type": "object"}]
+    }
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert with_any_of(overlapping) == overlapping

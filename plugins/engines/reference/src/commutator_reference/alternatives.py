@@ -49,6 +49,8 @@ def _differ(one: Any, other: Any, root: Any) -> bool:
 
 def _fixed(schema: Any, root: Any) -> Mapping[str, frozenset[str]]:
     """The values that required keys can have, for keys that have some only."""
+    if not isinstance(schema, dict):
+        return {}
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
