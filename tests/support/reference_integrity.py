@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from commutator import RetentionHints
+from commutator.contract.block import BlockDescriptor, CacheIdentity, next_key
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.engine import ReferenceEngine
-from commutator_reference.scheduler import Scheduler
+from commutator_reference.scheduler import ANONYMOUS, Scheduler
 
-__all__ = ["check_engine", "check_pool", "check_scheduler"]
+__all__ = ["chain_of", "check_engine", "check_pool", "check_scheduler"]
+
+
+def chain_of(
+    contents: Iterable[Sequence[int]], namespace: CacheIdentity = ANONYMOUS
+) -> list[BlockDescriptor]:
+    """The blocks of a prompt whose blocks have these tokens."""
+    chain: list[BlockDescriptor] = []
+    for tokens in contents:
+        parent = chain[-1].key if chain else None
+        chain.append(
+            BlockDescriptor(
+                key=next_key(parent or namespace.digest, tokens),
+                parent=parent,
+                token_ids=tuple(tokens),
+                facts=RetentionHints(tenant=namespace.cache_salt, depth=len(chain)),
+                adapter=namespace.adapter,
+            )
+        )
+    return chain
 
 
 def check_engine(engine: ReferenceEngine) -> None:
@@ -46,10 +67,10 @@ def check_pool(pool: BlockPool) -> None:
     assert free | cached | held == set(range(pool.num_blocks)), "a block is lost"
     assert not held & (free | cached), "a held block can be reallocated"
     assert min(pool._references, default=0) >= 0, "a negative reference count"
-    registered = {b: i for b, i in enumerate(pool._identities) if i is not None}
-    assert cached <= set(registered), "a cached block has no identity"
-    assert not free & set(registered), "a free block has an identity"
-    assert pool._by_digest == {i.digest: b for b, i in registered.items()}, "index differs"
-    for identity in () if pool.has_tiers else registered.values():
-        parent = identity.parent_digest
-        assert parent is None or parent in pool._by_digest, "a parent is not registered"
+    registered = {b: i for b, i in enumerate(pool._registered) if i is not None}
+    assert cached <= set(registered), "a cached block has no content"
+    assert not free & set(registered), "a free block has content"
+    assert pool._by_key == {i.key: b for b, i in registered.items()}, "index differs"
+    for content in () if pool.has_tiers else registered.values():
+        parent = content.parent
+        assert parent is None or parent in pool._by_key, "a parent is not registered"

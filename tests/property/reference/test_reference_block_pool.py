@@ -8,11 +8,12 @@ from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.reference_integrity import check_pool
+from tests.support.reference_integrity import chain_of, check_pool
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, CacheIdentity
 from commutator_engine_kit.kv import event_hash
-from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
+from commutator_reference.block_pool import BlockPool
+from commutator_reference.scheduler import ANONYMOUS
 
 BLOCK_SIZE = 2
 # Few tokens and salts, so that prompts share prefixes often.
@@ -22,16 +23,6 @@ namespaces = st.builds(
     adapter=st.sampled_from([None, "a"]),
     cache_salt=st.sampled_from([None, "a", "salt"]),
 )
-
-
-def chain(namespace: CacheIdentity, contents: list[tuple[int, ...]]) -> list[BlockIdentity]:
-    identities: list[BlockIdentity] = []
-    for tokens in contents:
-        last = identities[-1] if identities else None
-        identities.append(
-            BlockIdentity.first(namespace, tokens) if last is None else last.child(tokens)
-        )
-    return identities
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -47,10 +38,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, contents=blocks_of_tokens)
     def come(self, namespace: CacheIdentity, contents: list[tuple[int, ...]]) -> None:
-        identities = chain(namespace, contents)
+        chain = chain_of(contents, namespace)
         held: list[int] = []
-        for index, identity in enumerate(identities):
-            block = self.pool.find(identity)
+        for index, wanted_block in enumerate(chain):
+            block = self.pool.find(wanted_block)
             if block is None:
                 break
             wanted = (namespace, tuple(contents[: index + 1]))
@@ -59,16 +50,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
             held.append(block)
         hits = len(held)
         available = self.pool.available
-        fresh = self.pool.allocate(len(identities) - hits)
+        fresh = self.pool.allocate(len(chain) - hits)
         if fresh is None:
-            assert len(identities) - hits > available
+            assert len(chain) - hits > available
             self.pool.release(held)
             return
         for index, block in enumerate(fresh, start=hits):
             self.memory[block] = (namespace, tuple(contents[: index + 1]))
         held += fresh
-        for index in range(hits, len(identities)):
-            held[index] = self.pool.register(held[index], identities[index])
+        for index in range(hits, len(chain)):
+            held[index] = self.pool.register(held[index], chain[index])
             assert self.memory[held[index]] == (namespace, tuple(contents[: index + 1]))
         self.holders.append(held)
 
@@ -114,7 +105,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
                     self.announced -= {h for h in hashes if isinstance(h, int)}
                 case BlocksCleared():
                     self.announced.clear()
-        indexed = {event_hash(identity.digest) for identity in self.pool._identities if identity}
+        indexed = {event_hash(content.key) for content in self.pool._registered if content}
         assert self.announced == indexed
 
     def teardown(self) -> None:

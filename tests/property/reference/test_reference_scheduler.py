@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         written: set[Slot] = set()
         for chunk in step.chunks:
             sequence = self._sequence(chunk.key)
-            salt = sequence.namespace.cache_salt
+            salt = sequence.request.cache_salt
             for position in range(chunk.end):
                 slot = self._slot(chunk, position)
                 kv = (salt, tuple(sequence.tokens[: position + 1]))

@@ -10,12 +10,13 @@ from typing import Any, cast
 import pytest
 from attrs import define, field
 from tests.support.kv_rig import setups, wait_for
+from tests.support.reference_integrity import chain_of
 
 from commutator.contract.block import BlockDescriptor, CacheIdentity
 from commutator.contract.tier import Memory
 from commutator_engine_kit.kv.arena import BlockArena
 from commutator_engine_kit.kv.connector import KvConnector, Polled
-from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
+from commutator_reference.block_pool import BlockPool
 from commutator_reference.tiering import EvictionOffloader, Tiering
 
 POOL = 400
@@ -69,20 +70,17 @@ class Device:
     def __init__(self, connector: Any, blocks: int = POOL) -> None:
         self.pool = BlockPool(blocks, 4)
         self.tiering = Tiering(cast(KvConnector, connector), self.pool)
-        self.computed: list[BlockIdentity] = []
+        self.computed: list[BlockDescriptor] = []
 
     def compute(self, number: int, length: int, per_step: int, *, idle_steps: int = 0) -> None:
-        chain: list[BlockIdentity] = []
+        chain = chain_of([number, index, 0, 0] for index in range(length))
         held: list[int] = []
-        while len(chain) < length:
+        while len(held) < length:
             self.step()
-            blocks = self.pool.allocate(min(per_step, length - len(chain)))
+            blocks = self.pool.allocate(min(per_step, length - len(held)))
             assert blocks is not None, "a step waits for copies"
             for block in blocks:
-                tokens = [number, len(chain), 0, 0]
-                first = BlockIdentity.first(ANONYMOUS, tokens)
-                chain.append(chain[-1].child(tokens) if chain else first)
-                held.append(self.pool.register(block, chain[-1]))
+                held.append(self.pool.register(block, chain[len(held)]))
         self.pool.release(held)
         self.computed += chain
         for _ in range(idle_steps):
@@ -92,7 +90,7 @@ class Device:
         self.tiering.update()
 
     def forgotten(self) -> list[bytes]:
-        return [one.digest for one in self.computed if self.pool.find(one) is None]
+        return [one.key for one in self.computed if self.pool.find(one) is None]
 
 
 class RealDevice(Device):
@@ -173,9 +171,9 @@ def test_what_was_refused_or_lost_is_offered_once_the_tier_takes_it() -> None:
     offloader = EvictionOffloader(cast(KvConnector, tier), pool, lambda: now_s[0])
     blocks = pool.allocate(8)
     assert blocks is not None
-    identities = [BlockIdentity.first(ANONYMOUS, [number] * 4) for number in range(8)]
-    keys = [identity.digest for identity in identities]
-    pool.release([pool.register(*pair) for pair in zip(blocks, identities, strict=True)])
+    contents = [block for number in range(8) for block in chain_of([[number] * 4])]
+    keys = [block.key for block in contents]
+    pool.release([pool.register(*pair) for pair in zip(blocks, contents, strict=True)])
 
     def offered() -> set[bytes]:
         return {pool.descriptor(block).key for block in offloader.take(8)}

@@ -1,4 +1,4 @@
-"""Block identities and the events and eviction order of the pool."""
+"""Keys of blocks and the events and eviction order of the pool."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from hashlib import sha256
 
 import pytest
 from attrs import evolve
-from tests.support.reference_integrity import check_pool
+from tests.support.reference_integrity import chain_of, check_pool
 
+from commutator import GenerateRequest, SamplingParams
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored
-from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
+from commutator_reference.block_pool import BlockPool
+from commutator_reference.scheduler import ANONYMOUS, Sequence
 
 
 def chain(pool: BlockPool, *contents: tuple[int, ...]) -> list[int]:
     """Allocate, register and hold one block for each of ``contents``."""
     blocks = pool.allocate(len(contents))
     assert blocks is not None
-    identity = None
-    for index, tokens in enumerate(contents):
-        identity = identity.child(tokens) if identity else BlockIdentity.first(ANONYMOUS, tokens)
-        blocks[index] = pool.register(blocks[index], identity)
-    return blocks
+    return [pool.register(*each) for each in zip(blocks, chain_of(contents), strict=True)]
 
 
-def test_a_digest_chains_the_parent_and_the_tokens() -> None:
-    root = ANONYMOUS.digest
-    first = BlockIdentity.first(ANONYMOUS, [1, 258])
-    assert first.digest == sha256(root + bytes([1, *[0] * 7, 2, 1, *[0] * 6])).digest()
-    second = first.child([3])
-    assert second.digest == sha256(first.digest + bytes([3, *[0] * 7])).digest()
-    assert second.parent_digest == first.digest
-    assert first.parent_digest is None
+def test_a_key_chains_the_parent_and_the_tokens() -> None:
+    request = GenerateRequest(
+        request_id="r", token_ids=[1, 258, 3, 4, 5], sampling=SamplingParams(), cache_salt="t"
+    )
+    sequence = Sequence.start(0, request, 0, 0)
+    second, first = sequence.descriptor(1, 2), sequence.descriptor(0, 2)
+    root = evolve(ANONYMOUS, cache_salt="t").digest
+    assert first.key == sha256(root + bytes([1, *[0] * 7, 2, 1, *[0] * 6])).digest()
+    assert second.key == sha256(first.key + bytes([3, *[0] * 7, 4, *[0] * 7])).digest()
+    assert [first.parent, second.parent] == [None, first.key]
+    assert [first.token_ids, second.token_ids] == [(1, 258), (3, 4)]
+    assert sequence.reusable(2) == [first, second]
 
 
 def test_no_two_namespaces_share_a_root() -> None:
@@ -41,10 +43,10 @@ def test_no_two_namespaces_share_a_root() -> None:
     assert len(roots) == len(texts) ** 2
 
 
-def test_a_block_with_the_same_digest_but_other_tokens_is_not_served() -> None:
+def test_a_block_with_the_same_key_but_other_tokens_is_not_served() -> None:
     pool = BlockPool(2, 2)
     chain(pool, (1, 2))
-    real = BlockIdentity.first(ANONYMOUS, (1, 2))
+    (real,) = chain_of([(1, 2)])
     forged = evolve(real, token_ids=(3, 4))
     assert pool.find(real) is not None
     assert pool.find(forged) is None
@@ -112,8 +114,8 @@ def test_clear_keeps_what_is_held() -> None:
     pool.release(unused)
     pool.take_events()
     pool.clear()
-    assert pool.find(BlockIdentity.first(ANONYMOUS, (1,))) == held[0]
-    assert pool.find(BlockIdentity.first(ANONYMOUS, (2,))) is None
+    assert pool.find_prefix(chain_of([(1,)])) == held
+    assert pool.find_prefix(chain_of([(2,)])) == []
     (removed,) = pool.take_events()
     assert isinstance(removed, BlockRemoved)
     pool.release(held)

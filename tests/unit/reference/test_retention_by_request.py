@@ -49,7 +49,7 @@ def notes(tiered: TieredEngine, prompt: Many[int]) -> list[str]:
     base = evolve(IDENTITY, block_size=BLOCK_SIZE)
     sequence = Sequence.start(0, request("?", prompt), 0, 0, base)
     count = (len(prompt) - 1) // BLOCK_SIZE
-    keys = [sequence.identity(index, BLOCK_SIZE).digest for index in range(count)]
+    keys = [sequence.descriptor(index, BLOCK_SIZE).key for index in range(count)]
     whys = tiered.connector.lookups.explain(keys)
     return [" ".join(held.note.partition(", for")[0] for held in why.held) for why in whys]
 
@@ -61,14 +61,14 @@ def test_facts_of_a_sequence() -> None:
         KvRetention(priority=-3),
     )
     asked = request("a", PROMPT[:14], *kept, cache_salt="t", generated_prefix=3)
-    facts = [Sequence.start(0, asked, 0, 0).facts(index, 4) for index in range(3)]
+    facts = [Sequence.start(0, asked, 0, 0).descriptor(index, 4).facts for index in range(3)]
     assert facts == [
         RetentionHints(pinned=True, ttl_s=60.0, depth=0, tenant="t"),
         RetentionHints(priority=2, depth=1, tenant="t"),
         RetentionHints(is_prompt=False, depth=2, tenant="t"),
     ]
     alone = request("b", PROMPT[:4], KvRetention(priority=-3))
-    assert Sequence.start(0, alone, 0, 0).facts(0, 4).priority == -3
+    assert Sequence.start(0, alone, 0, 0).descriptor(0, 4).facts.priority == -3
 
 
 def test_blocks_are_kept_as_asked_and_may_be_asked_for_later() -> None:
@@ -89,7 +89,7 @@ def test_what_the_engine_holds_is_offered_with_what_was_asked_last() -> None:
         serve(tiered, 2, request("b", PROMPT, KvRetention(priority=3, tokens=20)))
         serve(tiered, 3, request("c", PROMPT, KvRetention(priority=1)))
         pool = tiered.engine.pool
-        blocks = [block for block, _ in pool.oldest_cached(10)]
+        blocks = pool.oldest_cached(10)
         assert [pool.descriptor(block).facts.priority for block in blocks[::-1]] == [3] * 5 + [
             1
         ] * 5

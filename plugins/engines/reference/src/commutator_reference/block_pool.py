@@ -1,7 +1,4 @@
-"""The block pool: which KV blocks are held, cached or free, and what makes two of them the same.
-
-Block numbers only, no tensors.
-"""
+"""The block pool: which KV blocks are held, cached or free. Block numbers only, no tensors."""
 
 from __future__ import annotations
 
@@ -9,52 +6,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from attrs import frozen
+from attrs import evolve
 
-from commutator import RetentionHints
+from commutator import BlockKey, RetentionHints
 from commutator.contract.block import (
-    PLAIN,
     BlockDescriptor,
     BlockRemoved,
     BlocksCleared,
     BlockStored,
-    CacheIdentity,
     KvEvent,
     is_stronger,
-    next_key,
 )
 from commutator_engine_kit.kv import event_hash
 
-__all__ = ["ANONYMOUS", "BlockIdentity", "BlockPool"]
-
-ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
-"""Enough where blocks never leave the engine."""
-
-
-@frozen
-class BlockIdentity:
-    """A full block's tokens, every token before them, and the namespace of its request."""
-
-    namespace: CacheIdentity
-    """Requests share KV blocks only within one namespace, which includes adapter and salt."""
-    parent_digest: bytes | None
-    """The previous block's digest; None for the first block."""
-    token_ids: tuple[int, ...]
-    digest: bytes
-    """SHA-256 over the parent's digest and the token ids as little-endian 64-bit integers.
-
-    The first block's parent is the namespace.
-    """
-
-    @classmethod
-    def first(cls, namespace: CacheIdentity, token_ids: Sequence[int]) -> BlockIdentity:
-        """The identity of a prompt's first block."""
-        return cls(namespace, None, tuple(token_ids), next_key(namespace.digest, token_ids))
-
-    def child(self, token_ids: Sequence[int]) -> BlockIdentity:
-        """The identity of the block that follows this one."""
-        digest = next_key(self.digest, token_ids)
-        return BlockIdentity(self.namespace, self.digest, tuple(token_ids), digest)
+__all__ = ["BlockPool"]
 
 
 class BlockPool:
@@ -67,9 +32,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
-        self.on_registered: Callable[[int, BlockIdentity], None] = lambda *_: None
+        self.on_registered: Callable[[int, BlockDescriptor], None] = lambda *_: None
         """Called for each block whose content becomes reusable."""
-        self.on_reused: Callable[[int, BlockIdentity], None] = lambda *_: None
+        self.on_reused: Callable[[int, BlockDescriptor], None] = lambda *_: None
         """Called for each block that another request reuses."""
         self.taken = 0
         """Number of blocks that ``allocate`` has returned so far."""
@@ -79,9 +44,8 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._references = [0] * num_blocks
-        self._identities: list[BlockIdentity | None] = [None] * num_blocks
-        self._by_digest: dict[bytes, int] = {}
-        self._facts = [PLAIN] * num_blocks
+        self._registered: list[BlockDescriptor | None] = [None] * num_blocks
+        self._by_key: dict[BlockKey, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._lent: dict[int, int] = {}
@@ -116,18 +80,18 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def find(self, identity: BlockIdentity) -> int | None:
-        """The block with exactly this identity, or None. Changes nothing."""
-        block = self._by_digest.get(identity.digest)
-        if block is None or self._identities[block] != identity:
+    def find(self, wanted: BlockDescriptor) -> int | None:
+        """The block with exactly this content, or None. Changes nothing."""
+        block = self._by_key.get(wanted.key)
+        if block is None or _content(self.descriptor(block)) != _content(wanted):
             return None
         return block
 
-    def find_prefix(self, identities: Iterable[BlockIdentity]) -> list[int]:
-        """The blocks of the first identities, up to the first one that is not here."""
+    def find_prefix(self, chain: Iterable[BlockDescriptor]) -> list[int]:
+        """The blocks of a chain, up to the first one that is not here."""
         blocks: list[int] = []
-        for identity in identities:
-            if (block := self.find(identity)) is None:
+        for wanted in chain:
+            if (block := self.find(wanted)) is None:
                 break
             blocks.append(block)
         return blocks
@@ -141,61 +105,53 @@ class BlockPool:
     def reuse(self, block: int) -> None:
         """A request holds a registered block instead of computing it."""
         self.acquire(block)
-        identity = self._identities[block]
-        assert identity is not None
-        self.on_reused(block, identity)
+        self.on_reused(block, self.descriptor(block))
 
-    def register(self, block: int, identity: BlockIdentity, facts: RetentionHints = PLAIN) -> int:
+    def register(self, block: int, content: BlockDescriptor) -> int:
         """Make a held, fully computed block reusable; its parent must be registered.
 
-        Returns the block to use from now on: when another block has the same identity already,
+        Returns the block to use from now on: when another block has the same content already,
         that one is acquired and ``block`` released, so that content is never stored twice.
         """
         if not self.prefix_caching:
             return block
-        if identity.digest in self._by_digest:
-            twin = self.find(identity)
+        if content.key in self._by_key:
+            twin = self.find(content)
             if twin is None or twin == block:
                 return block
-            self.keep(twin, facts)
+            self.keep(twin, content.facts)
             self.reuse(twin)
             self.release([block])
             return twin
-        self._identities[block], self._facts[block] = identity, facts
-        self._by_digest[identity.digest] = block
-        self._stored(identity)
-        self.on_registered(block, identity)
+        self._registered[block] = content
+        self._by_key[content.key] = block
+        self._stored(content)
+        self.on_registered(block, content)
         return block
 
-    def adopt(self, block: int, identity: BlockIdentity, facts: RetentionHints) -> int:
+    def adopt(self, block: int, content: BlockDescriptor) -> int:
         """Make a held block reusable whose content was loaded; returns the block to hold.
 
         That is another one, held from now on, if its content was computed or loaded there
         meanwhile. ``block`` stays held, because a transfer may still write to it.
         """
-        if (twin := self.find(identity)) is None:
-            return self.register(block, identity, facts)
+        if (twin := self.find(content)) is None:
+            return self.register(block, content)
         self.acquire(twin)
         return twin
 
     def keep(self, block: int, facts: RetentionHints) -> None:
         """Replace the retention hints of a registered block if ``facts`` are stronger."""
-        identity = self._identities[block]
-        if identity is not None and is_stronger(facts, self._facts[block]):
-            self._facts[block] = facts
-            self.on_registered(block, identity)
+        content = self._registered[block]
+        if content is not None and is_stronger(facts, content.facts):
+            self._registered[block] = content = evolve(content, facts=facts)
+            self.on_registered(block, content)
 
     def descriptor(self, block: int) -> BlockDescriptor:
-        """A registered block as it is offered to storage tiers."""
-        identity = self._identities[block]
-        assert identity is not None
-        return BlockDescriptor(
-            key=identity.digest,
-            parent=identity.parent_digest,
-            token_ids=identity.token_ids,
-            facts=self._facts[block],
-            adapter=identity.namespace.adapter,
-        )
+        """What is in a registered block."""
+        content = self._registered[block]
+        assert content is not None
+        return content
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release a request's blocks, given in the order of its tokens."""
@@ -205,7 +161,7 @@ class BlockPool:
                 raise ValueError(f"block {block} is not held")
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._identities[block] is None:
+                if self._registered[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
@@ -217,20 +173,14 @@ class BlockPool:
         self._free.extend(gone)
         for block in gone:
             del self._cached[block]
-        if self._by_digest or self.has_tiers:
+        if self._by_key or self.has_tiers:
             self._removed(removed)
         else:
             self._events.append(BlocksCleared())
 
-    def oldest_cached(self, count: int) -> list[tuple[int, BlockIdentity]]:
+    def oldest_cached(self, count: int) -> list[int]:
         """Up to ``count`` cached blocks that are not lent, in the order of reallocation."""
-        oldest = []
-        unlent = (block for block in self._cached if block not in self._lent)
-        for block in islice(unlent, count):
-            identity = self._identities[block]
-            assert identity is not None
-            oldest.append((block, identity))
-        return oldest
+        return list(islice((block for block in self._cached if block not in self._lent), count))
 
     @property
     def free(self) -> int:
@@ -265,36 +215,38 @@ class BlockPool:
         self._removed([self._forget(block)])
         return block
 
-    def _forget(self, block: int) -> BlockIdentity:
-        identity = self._identities[block]
-        assert identity is not None
-        self._identities[block] = None
+    def _forget(self, block: int) -> BlockKey:
+        key = self.descriptor(block).key
+        self._registered[block] = None
         self._generations[block] += 1
-        del self._by_digest[identity.digest]
-        return identity
+        del self._by_key[key]
+        return key
 
-    def _stored(self, identity: BlockIdentity) -> None:
-        digest = identity.parent_digest
-        parent: int | bytes | None = None if digest is None else event_hash(digest)
-        hashes: tuple[int | bytes, ...] = (event_hash(identity.digest),)
-        token_ids = identity.token_ids
+    def _stored(self, content: BlockDescriptor) -> None:
+        parent: int | bytes | None
+        parent = None if content.parent is None else event_hash(content.parent)
+        hashes: tuple[int | bytes, ...] = (event_hash(content.key),)
+        token_ids = content.token_ids
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             hashes, token_ids = last.block_hashes + hashes, last.token_ids + token_ids
             parent = last.parent_block_hash
             self._events.pop()
-        space = identity.namespace
         stored = BlockStored(
             block_hashes=hashes,
             parent_block_hash=parent,
             token_ids=token_ids,
             block_size=self.block_size,
-            adapter=space.adapter,
-            cache_salt=space.cache_salt,
+            adapter=content.adapter,
+            cache_salt=content.facts.tenant,
         )
         self._events.append(stored)
 
-    def _removed(self, identities: Iterable[BlockIdentity]) -> None:
-        hashes = tuple(event_hash(identity.digest) for identity in identities)
-        if hashes:
+    def _removed(self, keys: Iterable[BlockKey]) -> None:
+        if hashes := tuple(event_hash(key) for key in keys):
             self._events.append(BlockRemoved(block_hashes=hashes))
+
+
+def _content(block: BlockDescriptor) -> tuple[object, ...]:
+    """All but what each request wants for itself."""
+    return block.key, block.parent, block.token_ids, block.adapter

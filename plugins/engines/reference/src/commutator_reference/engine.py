@@ -28,7 +28,7 @@ from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit.kv import KvConnector, LocatedPrompt
 from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
-from commutator_reference.block_pool import ANONYMOUS, BlockPool
+from commutator_reference.block_pool import BlockPool
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import Grammars, Matcher
 from commutator_reference.handover import Handover, TransferParams
@@ -41,7 +41,7 @@ from commutator_reference.sampler import (
     sample,
     validate_request,
 )
-from commutator_reference.scheduler import Chunk, Scheduler, Sequence, Step
+from commutator_reference.scheduler import ANONYMOUS, Chunk, Scheduler, Sequence, Step
 from commutator_reference.tiering import Tiering
 
 __all__ = ["Deltas", "ReferenceEngine"]
@@ -224,13 +224,12 @@ class ReferenceEngine:
             adapter=question.adapter,
             cache_salt=question.cache_salt,
         )
-        identities = Sequence.start(0, request, 0, 0, self._identity).reusable(size)
+        chain = Sequence.start(0, request, 0, 0, self._identity).reusable(size)
         found: Future[int] = Future()
         with self._changed:
-            self._inbox.append(lambda: found.set_result(len(self.pool.find_prefix(identities))))
+            self._inbox.append(lambda: found.set_result(len(self.pool.find_prefix(chain))))
             self._changed.notify()
-        keys = [identity.digest for identity in identities]
-        return LocatedPrompt(keys, found.result(timeout_s), size)
+        return LocatedPrompt([block.key for block in chain], found.result(timeout_s), size)
 
     @property
     def preemptions(self) -> int:

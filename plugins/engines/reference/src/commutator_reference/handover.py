@@ -352,5 +352,4 @@ class Pulls:
     def _adopt(self, pull: _Pull, count: int) -> None:
         size = self._pool.block_size
         for index, block in enumerate(pull.blocks[:count], start=pull.first):
-            identity, facts = pull.sequence.identity(index, size), pull.sequence.facts(index, size)
-            pull.chain.append(self._pool.adopt(block, identity, facts))
+            pull.chain.append(self._pool.adopt(block, pull.sequence.descriptor(index, size)))

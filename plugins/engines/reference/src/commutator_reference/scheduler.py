@@ -13,12 +13,20 @@ from typing import Protocol
 
 from attrs import define, evolve, field, frozen
 
-from commutator import GenerateRequest, RetentionHints, TokenLogprob
-from commutator.contract.block import CacheIdentity, retention_hints
-from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
+from commutator import BlockKey, GenerateRequest, TokenLogprob
+from commutator.contract.block import (
+    BlockDescriptor,
+    CacheIdentity,
+    next_key,
+    retention_hints,
+)
+from commutator_reference.block_pool import BlockPool
 from commutator_reference.constraints import Matcher
 
-__all__ = ["BlockLoads", "Chunk", "Scheduler", "Sequence", "Step"]
+__all__ = ["ANONYMOUS", "BlockLoads", "Chunk", "Scheduler", "Sequence", "Step"]
+
+ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
+"""Enough where blocks never leave the engine."""
 
 
 class BlockLoads(Protocol):
@@ -47,12 +55,13 @@ class Sequence:
     prompt_length: int
     """The prompt's length, without tokens that another worker generated."""
     seed: int
-    namespace: CacheIdentity
+    namespace: BlockKey
+    """The parent of its first block; requests with the same adapter and salt share KV blocks."""
     computed: int = 0
     """Leading tokens whose KV is in the blocks."""
     blocks: list[int] = field(factory=list)
-    identities: list[BlockIdentity] = field(factory=list)
-    """Identities of the leading full blocks computed so far."""
+    descriptors: list[BlockDescriptor] = field(factory=list)
+    """Those of the leading full blocks that were asked for so far."""
     registered: int = 0
     """Leading blocks that are in the prefix cache."""
     cached_tokens: int | None = None
@@ -87,7 +96,9 @@ class Sequence:
             tokens=list(request.token_ids),
             prompt_length=len(request.token_ids) - request.generated_prefix,
             seed=seed,
-            namespace=evolve(base, adapter=request.adapter_digest, cache_salt=request.cache_salt),
+            namespace=evolve(
+                base, adapter=request.adapter_digest, cache_salt=request.cache_salt
+            ).digest,
         )
 
     @property
@@ -105,26 +116,27 @@ class Sequence:
         """Order of service: lower priority value first, then first come, first served."""
         return self.request.priority, self.arrival
 
-    def facts(self, index: int, block_size: int) -> RetentionHints:
-        """Retention hints of full block ``index``: its depth, and the client's wishes."""
+    def descriptor(self, index: int, block_size: int) -> BlockDescriptor:
+        """Full block ``index``, with the client's wishes; made once, survives preemption."""
         request = self.request
-        return retention_hints(
-            index, block_size, self.prompt_length, request.cache_salt, request.retention
-        )
+        while (depth := len(self.descriptors)) <= index:
+            parent = self.descriptors[-1].key if self.descriptors else None
+            token_ids = tuple(self.tokens[depth * block_size : (depth + 1) * block_size])
+            self.descriptors.append(
+                BlockDescriptor(
+                    key=next_key(parent or self.namespace, token_ids),
+                    parent=parent,
+                    token_ids=token_ids,
+                    facts=retention_hints(
+                        depth, block_size, self.prompt_length, request.cache_salt, request.retention
+                    ),
+                    adapter=request.adapter_digest,
+                )
+            )
+        return self.descriptors[index]
 
-    def identity(self, index: int, block_size: int) -> BlockIdentity:
-        """The identity of full block ``index``; computed once, survives preemption."""
-        while len(self.identities) <= index:
-            start = len(self.identities) * block_size
-            token_ids = self.tokens[start : start + block_size]
-            if self.identities:
-                self.identities.append(self.identities[-1].child(token_ids))
-            else:
-                self.identities.append(BlockIdentity.first(self.namespace, token_ids))
-        return self.identities[index]
-
-    def reusable(self, block_size: int) -> list[BlockIdentity]:
-        """Identities of the full blocks that need not be computed if they are cached somewhere.
+    def reusable(self, block_size: int) -> list[BlockDescriptor]:
+        """The full blocks that need not be computed if they are cached somewhere.
 
         The last token is always computed: the next one is sampled from its logits. Where log
         probabilities of the prompt are wanted, all of it is.
@@ -132,9 +144,9 @@ class Sequence:
         if self.request.prompt_logprobs is not None and not self.output_length:
             return []
         count = (len(self.tokens) - 1) // block_size
-        if count > len(self.identities):
-            self.identity(count - 1, block_size)
-        return self.identities[:count]
+        if count > len(self.descriptors):
+            self.descriptor(count - 1, block_size)
+        return self.descriptors[:count]
 
 
 @frozen
@@ -305,7 +317,7 @@ class Scheduler:
             for index, block in enumerate(hits):
                 self.pool.reuse(block)
                 if sequence.request.retention:
-                    self.pool.keep(block, sequence.facts(index, self.pool.block_size))
+                    self.pool.keep(block, sequence.descriptor(index, self.pool.block_size).facts)
             sequence.blocks = hits
             sequence.registered = len(hits)
             sequence.computed = len(hits) * self.pool.block_size
@@ -351,9 +363,8 @@ class Scheduler:
     def _register_full_blocks(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.block_size
         for index in range(sequence.registered, full):
-            identity = sequence.identity(index, self.pool.block_size)
-            facts = sequence.facts(index, self.pool.block_size)
-            sequence.blocks[index] = self.pool.register(sequence.blocks[index], identity, facts)
+            content = sequence.descriptor(index, self.pool.block_size)
+            sequence.blocks[index] = self.pool.register(sequence.blocks[index], content)
         sequence.registered = max(sequence.registered, full)
 
     def _blocks_for(self, num_tokens: int) -> int:

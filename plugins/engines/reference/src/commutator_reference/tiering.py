@@ -18,7 +18,7 @@ from attrs import define, field
 from commutator import BlockKey
 from commutator.contract.block import BlockDescriptor, KvEvent
 from commutator_engine_kit.kv import FinishedOnboard, KvConnector, OnboardTicket
-from commutator_reference.block_pool import BlockIdentity, BlockPool
+from commutator_reference.block_pool import BlockPool
 from commutator_reference.scheduler import Sequence
 
 __all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering"]
@@ -58,8 +58,8 @@ class Tiering:
         self._loads: dict[int, _Onboard] = {}
         self._loading_blocks: dict[int, int] = {}
         """Device block to the key of the request that it is loaded for."""
-        self._offers: dict[int, BlockIdentity] = {}
-        """Computed or used blocks that are not offloaded or counted yet, with their identities."""
+        self._offers: dict[int, BlockDescriptor] = {}
+        """Computed or used blocks that are not offloaded or counted yet."""
         self._evictions = EvictionOffloader(connector, pool)
         self._lent = 0
         self._tokens_per_s: float | None = None
@@ -81,7 +81,7 @@ class Tiering:
         plan = self._plans.pop(sequence.key, None)
         if plan is None:
             plan = self._connector.lookups.plan(
-                [identity.digest for identity in wanted],
+                [each.key for each in wanted],
                 first=len(hits),
                 tokens_per_s=self._tokens_per_s,
                 request_id=str(sequence.key),
@@ -174,14 +174,14 @@ class Tiering:
         load.good = finished.blocks
         block_size = self._pool.block_size
         for index in range(finished.blocks):
-            identity = load.sequence.identity(load.first + index, block_size)
-            block, facts = load.blocks[index], load.sequence.facts(load.first + index, block_size)
-            if (twin := self._pool.adopt(block, identity, facts)) != block:
+            content = load.sequence.descriptor(load.first + index, block_size)
+            block = load.blocks[index]
+            if (twin := self._pool.adopt(block, content)) != block:
                 # Held as long as the blocks after it, it is not reallocated before them.
                 load.hits.append(twin)
                 continue
-            if facts.is_plain:
-                self._evictions.is_kept(identity.digest)
+            if content.facts.is_plain:
+                self._evictions.is_kept(content.key)
             if self._connector.counts_uses:
                 # The load was counted as a use; the admission of the request is the same use.
                 self._offers.pop(block, None)
@@ -201,20 +201,20 @@ class Tiering:
         if not load.blocks:
             del self._loads[key]
 
-    def _registered(self, block: int, identity: BlockIdentity) -> None:
-        self._evictions.is_new(identity.digest)
+    def _registered(self, block: int, content: BlockDescriptor) -> None:
+        self._evictions.is_new(content.key)
         if self._connector.takes_computed or self._connector.counts_uses:
-            self._used(block, identity)
+            self._used(block, content)
 
-    def _used(self, block: int, identity: BlockIdentity) -> None:
+    def _used(self, block: int, content: BlockDescriptor) -> None:
         self._offers.pop(block, None)
-        self._offers[block] = identity
+        self._offers[block] = content
 
     def _offer(self) -> None:
         if not self._connector.takes_computed:
             # Tiers that store on eviction may decide by the number of uses.
             if self._offers:
-                self._connector.stores.used([identity.digest for identity in self._offers.values()])
+                self._connector.stores.used([content.key for content in self._offers.values()])
                 self._offers.clear()
             return
         room = self._room()
@@ -301,14 +301,11 @@ class EvictionOffloader:
         available = self._pool.available
         return max(available - ceil(self._demand), available // 2)
 
-    def _wanted(self, oldest: Many[tuple[int, BlockIdentity]]) -> list[tuple[BlockDescriptor, int]]:
+    def _wanted(self, oldest: Many[int]) -> list[tuple[BlockDescriptor, int]]:
         """Blocks not offered yet, or that no tier took before and one would take now."""
         now_s = self._clock()
-        due = [
-            (self._pool.descriptor(block), block)
-            for block, identity in oldest
-            if self._asked.get(identity.digest, now_s) <= now_s
-        ]
+        offers = [(self._pool.descriptor(block), block) for block in oldest]
+        due = [each for each in offers if self._asked.get(each[0].key, now_s) <= now_s]
         again = [offer for offer, _ in due if offer.key in self._asked]
         missed = self._connector.stores.admissible(again) if again else set()
         settled = {offer.key for offer in again} - missed
@@ -324,7 +321,7 @@ class QueuePrefetcher:
         self._pool = pool
         self._seen: set[int] = set()
         """Requests that were prefetched."""
-        self._ended: OrderedDict[bytes, list[BlockIdentity]] = OrderedDict()
+        self._ended: OrderedDict[BlockKey, list[BlockDescriptor]] = OrderedDict()
         """Blocks of recently answered conversations, by their last block."""
         self._conversation: Future[None] | None = None
         """The prefetch of an answered conversation, until its copies have begun."""
@@ -342,9 +339,9 @@ class QueuePrefetcher:
 
     def ended(self, sequence: Sequence) -> None:
         """An answer is complete; the conversation may continue."""
-        if identities := sequence.reusable(self._pool.block_size):
-            last = identities[-1].digest
-            self._ended[last] = identities
+        if chain := sequence.reusable(self._pool.block_size):
+            last = chain[-1].key
+            self._ended[last] = chain
             self._ended.move_to_end(last)
             if len(self._ended) > _CONVERSATIONS:
                 self._ended.popitem(last=False)
@@ -355,15 +352,14 @@ class QueuePrefetcher:
             return
         self._conversation = None
         if self._ended and self._connector.idle:
-            _, identities = self._ended.popitem()
-            self._conversation = self._prefetch(identities)
+            self._conversation = self._prefetch(self._ended.popitem()[1])
 
     def _prefetch(
-        self, identities: Many[BlockIdentity], request_id: str | None = None
+        self, chain: Many[BlockDescriptor], request_id: str | None = None
     ) -> Future[None] | None:
         """Prefetch blocks that the engine's own memory lacks; None when it lacks none."""
-        here = len(self._pool.find_prefix(identities))
-        if here == len(identities):
+        here = len(self._pool.find_prefix(chain))
+        if here == len(chain):
             return None
-        keys = [identity.digest for identity in identities]
+        keys = [each.key for each in chain]
         return self._connector.lookups.prefetch(keys, first=here, request_id=request_id)
