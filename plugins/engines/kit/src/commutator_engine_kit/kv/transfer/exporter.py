@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 from attrs import define, field
@@ -32,7 +32,7 @@ from commutator_engine_kit.kv.transfer.protocol import (
     WatchRequest,
 )
 
-__all__ = ["BlockExporter", "LeaseTable"]
+__all__ = ["BlockExporter"]
 
 log = logging.getLogger(__name__)
 
@@ -52,148 +52,6 @@ class _Lease:
     complete: bool = False
 
 
-class LeaseTable:
-    """The leases of one exporter.
-
-    A lease begins, holds blocks, publishes those that can be read, and ends once: released, failed
-    or lapsed, whichever comes first. The call that ends it returns the blocks that it held. If the
-    reader releases a lease before it begins, it never holds a block.
-    """
-
-    def __init__(self, most_blocks: int = sys.maxsize) -> None:
-        """``most_blocks`` bounds what ``lend`` holds for all readers together."""
-        self._most_blocks = most_blocks
-        self._held = 0
-        self._leases: dict[str, _Lease] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
-        """Ids of ended leases with the reason, oldest first."""
-        self.ends: Counter[str] = Counter()
-        """Number of ended leases by how: "released", "failed", "lapsed"."""
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    @property
-    def held(self) -> list[int]:
-        """Every held block, once for each time that it is held."""
-        return [block for lease in self._leases.values() for block in lease.held.elements()]
-
-    @property
-    def room(self) -> int:
-        """The number of further blocks that may be lent now."""
-        return self._most_blocks - self._held
-
-    def begin(self, lease_id: str, lease_s: float, now_s: float) -> bool:
-        """Begin a lease. False when it has already ended. Raises ValueError when it has begun."""
-        if lease_id in self._leases:
-            raise ValueError(f"lease {lease_id} has begun already")
-        if lease_id in self._ended:
-            return False
-        self._leases[lease_id] = _Lease(lease_s, now_s + lease_s)
-        return True
-
-    def hold(self, lease_id: str, blocks: Sequence[int]) -> bool:
-        """Hold the prompt's next blocks. False when the lease has ended: nothing is held."""
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            return False
-        lease.held.update(blocks)
-        lease.total += len(blocks)
-        self._held += len(blocks)
-        return True
-
-    def publish(self, lease_id: str, blocks: Sequence[ReadyBlock]) -> None:
-        """Mark the next held blocks as readable. Does nothing when the lease has ended."""
-        lease = self._leases.get(lease_id)
-        if lease is not None:
-            lease.ready.extend(blocks)
-
-    def complete(self, lease_id: str) -> None:
-        """Declare that no more blocks will be held. Does nothing when the lease has ended."""
-        lease = self._leases.get(lease_id)
-        if lease is not None:
-            lease.complete = True
-
-    def lend(
-        self, lease_id: str, blocks: Sequence[ReadyBlock], lease_s: float, now_s: float
-    ) -> bool:
-        """Begin and complete a lease, for a look-up. False, with nothing held, if already released.
-
-        Raises ValueError when there is no ``room`` for the blocks, or the lease has begun already.
-        """
-        if len(blocks) > self.room:
-            raise ValueError(f"{len(blocks)} blocks cannot be lent, with room for {self.room}")
-        if not self.begin(lease_id, lease_s, now_s):
-            return False
-        self.hold(lease_id, [block.index for block in blocks])
-        self.publish(lease_id, blocks)
-        self.complete(lease_id)
-        return True
-
-    def watch(self, lease_id: str, have: int, now_s: float) -> ExportUpdate:
-        """The readable blocks after the first ``have``; renews the lease."""
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            reason = self._ended.get(lease_id)
-            if reason is None:
-                return ExportUpdate(ExportState.UNKNOWN)
-            return ExportUpdate(ExportState.FAILED, reason=reason)
-        lease.ends_s = max(lease.ends_s, now_s + lease.lease_s)
-        done = lease.complete and len(lease.ready) == lease.total
-        state = ExportState.COMPLETE if done else ExportState.RUNNING
-        return ExportUpdate(state, tuple(lease.ready[max(0, have) :]))
-
-    def release(self, lease_id: str, blocks: Iterable[int] | None = None) -> list[int]:
-        """Release these blocks, or the whole lease, for its reader.
-
-        Returns the blocks that the lease held. It ends with its last block.
-        """
-        lease = self._leases.get(lease_id)
-        if blocks is None or lease is None:
-            return self._end(lease_id, "released", "the reader had released it")
-        released = [block for block in dict.fromkeys(blocks) if block in lease.held]
-        for block in released:
-            lease.held[block] -= 1
-            if not lease.held[block]:
-                del lease.held[block]
-        self._held -= len(released)
-        if not lease.held:
-            self._end(lease_id, "released", "the reader had released it")
-        return released
-
-    def fail(self, lease_id: str, reason: str) -> list[int]:
-        """End the lease: its prefill was aborted, or failed."""
-        return self._end(lease_id, "failed", reason)
-
-    def expire(self, now_s: float) -> list[int]:
-        """End the leases that have lapsed."""
-        lapsed = [
-            (each, lease.lease_s) for each, lease in self._leases.items() if lease.ends_s <= now_s
-        ]
-        freed: list[int] = []
-        for lease_id, lease_s in lapsed:
-            freed += self._end(lease_id, "lapsed", f"its reader asked nothing for {lease_s:g} s")
-        return freed
-
-    def end_all(self, reason: str) -> list[int]:
-        """Call ``fail`` for every lease."""
-        return [block for lease_id in list(self._leases) for block in self.fail(lease_id, reason)]
-
-    def _end(self, lease_id: str, how: str, reason: str) -> list[int]:
-        lease = self._leases.pop(lease_id, None)
-        if lease_id not in self._ended:
-            self._ended[lease_id] = reason
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
-        if lease is None:
-            return []
-        self.ends[how] += 1
-        held = list(lease.held.elements())
-        self._held -= len(held)
-        return held
-
-
-ResultT = TypeVar("ResultT")
 _EXPIRY_CHECK_S = 0.25
 _LONGEST_WAIT_S = 60.0
 _MOST_QUESTIONS = 8192
@@ -203,8 +61,11 @@ _MOST_QUESTIONS = 8192
 class BlockExporter:
     """The leases of one arena or tier, and a server that answers readers' questions about them.
 
-    The lender may call ``begin`` to ``statistics``, most of them as of ``LeaseTable``, from any
-    thread. Readers are processes of the
+    A lease begins, holds blocks, publishes those that can be read, and ends once: released, failed
+    or lapsed, whichever comes first. ``take_freed`` returns what it held. If the reader releases a
+    lease before it begins, it never holds a block.
+
+    The lender may call ``begin`` to ``statistics`` from any thread. Readers are processes of the
     same run; all others are refused, unless this process is of none. UCX, which moves the bytes,
     checks nobody: it must listen only where workers are.
     """
@@ -216,6 +77,7 @@ class BlockExporter:
         memory: Callable[[], ExportedMemory] | None = None,
         look_up: Callable[[LookupRequest], Awaitable[LentBlocks]] | None = None,
         most_blocks: int = sys.maxsize,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``on_freed`` is called, from any thread, when ``take_freed`` has new blocks.
 
@@ -226,8 +88,15 @@ class BlockExporter:
         self._on_freed = on_freed
         self._memory = memory
         self._look_up = look_up
+        self._most_blocks = most_blocks
+        self._clock = clock
         self._lock = threading.Lock()
-        self._leases = LeaseTable(most_blocks)
+        self._held = 0
+        self._leases: dict[str, _Lease] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        """Ids of ended leases with the reason, oldest first."""
+        self._ends: Counter[str] = Counter()
+        """Number of ended leases by how: "released", "failed", "lapsed"."""
         self._freed: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: dict[str, asyncio.Event] = {}
@@ -254,35 +123,63 @@ class BlockExporter:
         self._soon(lambda: [task.cancel() for task in self._running])
 
     def begin(self, lease_id: str, lease_s: float) -> bool:
-        now_s = time.monotonic()
-        return self._changed(lease_id, lambda: self._leases.begin(lease_id, lease_s, now_s))
+        """Begin a lease. False when it has already ended. Raises ValueError when it has begun."""
+        with self._changing(lease_id):
+            return self._begin(lease_id, lease_s) is not None
 
     def hold(self, lease_id: str, blocks: Sequence[int]) -> bool:
+        """Hold the prompt's next blocks. False when the lease has ended: nothing is held."""
         with self._lock:
-            return self._leases.hold(lease_id, blocks)
+            lease = self._leases.get(lease_id)
+            if lease is not None:
+                self._hold(lease, blocks)
+            return lease is not None
 
     def publish(self, lease_id: str, blocks: Sequence[ReadyBlock]) -> None:
-        self._changed(lease_id, lambda: self._leases.publish(lease_id, blocks))
+        """Mark the next held blocks as readable. Does nothing when the lease has ended."""
+        with self._changing(lease_id):
+            if (lease := self._leases.get(lease_id)) is not None:
+                lease.ready.extend(blocks)
 
     def complete(self, lease_id: str) -> None:
-        self._changed(lease_id, lambda: self._leases.complete(lease_id))
+        """Declare that no more blocks will be held. Does nothing when the lease has ended."""
+        with self._changing(lease_id):
+            if (lease := self._leases.get(lease_id)) is not None:
+                lease.complete = True
 
     def room(self) -> int:
+        """The number of further blocks that may be lent now."""
         with self._lock:
-            return self._leases.room
+            return self._most_blocks - self._held
 
     def lend(self, lease_id: str, blocks: Sequence[ReadyBlock], lease_s: float) -> bool:
+        """Begin and complete a lease, for a look-up. False, with nothing held, if already released.
+
+        Raises ValueError when there is no ``room`` for the blocks, or the lease has begun already.
+        """
         with self._lock:
-            return self._leases.lend(lease_id, blocks, lease_s, time.monotonic())
+            if len(blocks) > (room := self._most_blocks - self._held):
+                raise ValueError(f"{len(blocks)} blocks cannot be lent, with room for {room}")
+            lease = self._begin(lease_id, lease_s)
+            if lease is None:
+                return False
+            self._hold(lease, [block.index for block in blocks])
+            lease.ready, lease.complete = list(blocks), True
+            return True
 
     def fail(self, lease_id: str, reason: str) -> None:
-        self._end(lease_id, lambda: self._leases.fail(lease_id, reason))
+        """End the lease: its prefill was aborted, or failed."""
+        with self._changing(lease_id):
+            freed = self._end(lease_id, "failed", reason)
+        if freed:
+            self._on_freed()
 
     def fail_all(self, reason: str) -> list[int]:
         """End every lease. Returns the blocks that were held, and those for ``take_freed``."""
         with self._lock:
-            held = self._leases.end_all(reason) + self._freed
-            self._freed = []
+            for lease_id in list(self._leases):
+                self._end(lease_id, "failed", reason)
+            held, self._freed = self._freed, []
         self._soon(self._wake_all)
         return held
 
@@ -293,20 +190,89 @@ class BlockExporter:
         return freed
 
     def held(self) -> list[int]:
-        """Blocks that are held, or that ``take_freed`` will return."""
+        """Blocks that are held, once for each time, or that ``take_freed`` will return."""
         with self._lock:
-            return self._leases.held + self._freed
+            held = [block for lease in self._leases.values() for block in lease.held.elements()]
+            return held + self._freed
 
     def statistics(self) -> ExportStatistics:
         with self._lock:
-            leases = self._leases
-            return ExportStatistics(
-                active=len(leases),
-                held_blocks=len(leases.held),
-                released=leases.ends["released"],
-                failed=leases.ends["failed"],
-                lapsed=leases.ends["lapsed"],
-            )
+            return ExportStatistics(active=len(self._leases), held_blocks=self._held, **self._ends)
+
+    def news(self, lease_id: str, have: int) -> ExportUpdate:
+        """For the reader: the readable blocks after the first ``have``; renews the lease."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                reason = self._ended.get(lease_id)
+                if reason is None:
+                    return ExportUpdate(ExportState.UNKNOWN)
+                return ExportUpdate(ExportState.FAILED, reason=reason)
+            lease.ends_s = max(lease.ends_s, self._clock() + lease.lease_s)
+            done = lease.complete and len(lease.ready) == lease.total
+            state = ExportState.COMPLETE if done else ExportState.RUNNING
+            return ExportUpdate(state, tuple(lease.ready[max(0, have) :]))
+
+    def release(self, lease_id: str, blocks: Iterable[int] | None = None) -> None:
+        """For the reader: release these blocks, or the whole lease. It ends with its last block."""
+        with self._changing(lease_id):
+            freed: list[int] = []
+            lease = self._leases.get(lease_id)
+            if blocks is not None and lease is not None:
+                freed = [block for block in dict.fromkeys(blocks) if block in lease.held]
+                for block in freed:
+                    lease.held[block] -= 1
+                    if not lease.held[block]:
+                        del lease.held[block]
+                self._free(freed)
+            if blocks is None or lease is None or not lease.held:
+                freed += self._end(lease_id, "released", "the reader had released it")
+        if freed:
+            self._on_freed()
+
+    def expire(self) -> None:
+        """End the leases that have lapsed."""
+        with self._lock:
+            now_s, freed = self._clock(), list[int]()
+            for lease_id, lease in list(self._leases.items()):
+                if lease.ends_s <= now_s:
+                    reason = f"its reader asked nothing for {lease.lease_s:g} s"
+                    freed += self._end(lease_id, "lapsed", reason)
+        if freed:
+            self._on_freed()
+
+    # Under the lock
+
+    def _begin(self, lease_id: str, lease_s: float) -> _Lease | None:
+        if lease_id in self._leases:
+            raise ValueError(f"lease {lease_id} has begun already")
+        if lease_id in self._ended:
+            return None
+        lease = self._leases[lease_id] = _Lease(lease_s, self._clock() + lease_s)
+        return lease
+
+    def _hold(self, lease: _Lease, blocks: Sequence[int]) -> None:
+        lease.held.update(blocks)
+        lease.total += len(blocks)
+        self._held += len(blocks)
+
+    def _end(self, lease_id: str, how: str, reason: str) -> list[int]:
+        """Returns the blocks that the lease held, which are free now."""
+        lease = self._leases.pop(lease_id, None)
+        if lease_id not in self._ended:
+            self._ended[lease_id] = reason
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        if lease is None:
+            return []
+        self._ends[how] += 1
+        held = list(lease.held.elements())
+        self._free(held)
+        return held
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        self._held -= len(blocks)
+        self._freed += blocks
 
     async def answer(self, what: str, arguments: Any) -> Any:
         """Answer a question. Raises EngineHandoverError for one that is not valid."""
@@ -314,7 +280,8 @@ class BlockExporter:
             if what == "watch":
                 return await self._watch(msgspec.convert(arguments, WatchRequest))
             if what == "release":
-                return self._release(msgspec.convert(arguments, ReleaseRequest))
+                request = msgspec.convert(arguments, ReleaseRequest)
+                return self.release(request.id, request.blocks)
             if what == "hello" and self._memory is not None:
                 return await asyncio.to_thread(self._memory)
             if what == "look_up" and self._look_up is not None:
@@ -329,22 +296,15 @@ class BlockExporter:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(watch.wait_s, _LONGEST_WAIT_S)):
-                    while not _is_news(news := self._look(watch), watch):
+                    while not _is_news(news := self.news(watch.id, watch.have), watch):
                         event.clear()
                         await event.wait()
                     return news
-            return self._look(watch)
+            return self.news(watch.id, watch.have)
         finally:
             self._watchers[watch.id] -= 1
             if not self._watchers[watch.id]:
                 del self._watchers[watch.id], self._news[watch.id]
-
-    def _look(self, watch: WatchRequest) -> ExportUpdate:
-        with self._lock:
-            return self._leases.watch(watch.id, watch.have, time.monotonic())
-
-    def _release(self, request: ReleaseRequest) -> None:
-        self._end(request.id, lambda: self._leases.release(request.id, request.blocks))
 
     async def _serve(self, listening: socket.socket) -> None:
         try:
@@ -358,26 +318,14 @@ class BlockExporter:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_CHECK_S)
-            with self._lock:
-                freed = self._leases.expire(time.monotonic())
-                self._freed.extend(freed)
-            if freed:
-                self._on_freed()
+            self.expire()
 
-    def _end(self, lease_id: str, end: Callable[[], list[int]]) -> None:
+    @contextmanager
+    def _changing(self, lease_id: str) -> Iterator[None]:
+        """Holds the lock, then wakes those who watch the lease."""
         with self._lock:
-            # Under one lock: ``fail_all`` must find each block in the table or among the freed.
-            freed = end()
-            self._freed.extend(freed)
+            yield
         self._soon(lambda: self._wake(lease_id))
-        if freed:
-            self._on_freed()
-
-    def _changed(self, lease_id: str, change: Callable[[], ResultT]) -> ResultT:
-        with self._lock:
-            result = change()
-        self._soon(lambda: self._wake(lease_id))
-        return result
 
     def _wake(self, lease_id: str) -> None:
         if (event := self._news.get(lease_id)) is not None:

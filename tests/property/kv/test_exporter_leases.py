@@ -1,4 +1,4 @@
-"""The table of exports, in any order of events: a block that was held comes back exactly once."""
+"""The leases of an exporter, in any order of events: a held block comes back exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from commutator_engine_kit.kv.transfer.exporter import LeaseTable
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import ExportState, ReadyBlock
 
 LEASE_S = 10.0
@@ -18,8 +18,8 @@ class ExportMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exports = LeaseTable()
         self.now_s = 0.0
+        self.exports = BlockExporter(lambda: None, clock=lambda: self.now_s)
         self.blocks = 0
         self.held: dict[str, list[int]] = {}
         self.told: dict[str, int] = {}
@@ -32,7 +32,7 @@ class ExportMachine(RuleBasedStateMachine):
     def begin(self, name: str) -> None:
         if name in self.held:
             return
-        wanted = self.exports.begin(name, LEASE_S, self.now_s)
+        wanted = self.exports.begin(name, LEASE_S)
         assert wanted == (name not in self.over)
         if wanted:
             self.held[name], self.told[name] = [], 0
@@ -63,7 +63,7 @@ class ExportMachine(RuleBasedStateMachine):
 
     @rule(name=ids, have=st.integers(0, 6))
     def watch(self, name: str, have: int) -> None:
-        news = self.exports.watch(name, have, self.now_s)
+        news = self.exports.news(name, have)
         if name in self.held:
             told = self.held[name][: self.told[name]]
             assert [block.index for block in news.blocks] == told[have:]
@@ -78,9 +78,11 @@ class ExportMachine(RuleBasedStateMachine):
 
     @rule(name=ids, how=st.sampled_from(["release", "fail"]))
     def end(self, name: str, how: str) -> None:
-        freed = (
-            self.exports.release(name) if how == "release" else self.exports.fail(name, "aborted")
-        )
+        if how == "release":
+            self.exports.release(name)
+        else:
+            self.exports.fail(name, "aborted")
+        freed = self.exports.take_freed()
         assert freed == self.held.pop(name, [])
         self._ended(name, freed)
 
@@ -88,20 +90,21 @@ class ExportMachine(RuleBasedStateMachine):
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
         lapsed = [name for name in self.held if self.ends_s[name] <= self.now_s]
-        freed = self.exports.expire(self.now_s)
+        self.exports.expire()
+        freed = self.exports.take_freed()
         assert sorted(freed) == sorted(block for name in lapsed for block in self.held[name])
         for name in lapsed:
             self._ended(name, self.held.pop(name))
 
     @invariant()
     def what_is_held_is_known(self) -> None:
-        assert sorted(self.exports.held) == sorted(b for held in self.held.values() for b in held)
-        assert len(self.exports) == len(self.held)
+        assert sorted(self.exports.held()) == sorted(b for held in self.held.values() for b in held)
+        assert self.exports.statistics().active == len(self.held)
 
     def teardown(self) -> None:
-        self.freed += self.exports.end_all("the engine begins anew")
+        self.freed += self.exports.fail_all("the engine begins anew")
         assert sorted(self.freed) == list(range(self.blocks))
-        assert not self.exports.held
+        assert not self.exports.held()
 
     def _ended(self, name: str, freed: list[int]) -> None:
         self.freed += freed
