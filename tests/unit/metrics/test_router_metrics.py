@@ -16,8 +16,6 @@ from commutator.routing.workers import WorkerStatus
 EVENTS = WorkerEvents(
     messages=40,
     decode_errors=1,
-    checked_prompts=0,
-    missing_prompts=0,
     sources=(
         SequenceCounters(
             gaps=2, lost=3, replays=4, replays_failed=5, restarts=6, resyncs=7, interruptions=8

@@ -196,8 +196,6 @@ PROMPT = Codec().pack_request(
 
 OPERATIONS: dict[str, tuple[Any, ...]] = {
     "reset": ("ask", 2, "reset_prefix_cache"),
-    "drain": ("ask", 3, "drain"),
-    "resume": ("ask", 4, "resume"),
     "evict": ("ask", 5, "kv", "evict", {}),
 }
 

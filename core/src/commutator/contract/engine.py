@@ -302,9 +302,6 @@ class EngineClient(ABC):
         """Return if the engine answers; raise EngineUnavailableError if not. May be slow."""
         await self.load()
 
-    async def drain(self) -> None:
-        """Make the engine refuse new requests and finish running ones. Default: does nothing."""
-
     @property
     def answers(self) -> bool:
         """False while the worker leaves pings unanswered, and may be about to be taken for lost.

@@ -197,8 +197,6 @@ class EngineLoad:
     """Blocks that hold a reusable prefix and no request needs."""
     kv_capacity_blocks: int = 0
     """All of its KV blocks."""
-    draining: bool = False
-    """Whether it refuses new requests."""
 
 
 @frozen(kw_only=True)

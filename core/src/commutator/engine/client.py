@@ -162,9 +162,6 @@ class TokenApiClient(EngineClient):
     async def load(self) -> EngineLoad:
         return await self._ask(EngineLoad, "load")
 
-    async def drain(self) -> None:
-        await self._ask(NoneType, "drain")
-
     async def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs."""
         await self._ask(NoneType, "reset_prefix_cache")

@@ -24,10 +24,10 @@ have been given to another process since.
 and these as little-endian 32-bit integers: the array of both in MessagePack, sent as bytes, so that
 it is decoded only once, into its class. A "deltas" frame holds everything
 that one engine tick produced for this connection; ``extras`` is a map of the fields that are set.
-``what`` is "load", "transfer_statistics", "refused_connections", "drain", "resume" or
-"reset_prefix_cache", without arguments; or "kv" with a ``KvQuestion`` about storage tiers and its
-argument: nil, a ``KvPrompt``, the name of one tier (nil: all) or a list of addresses. Only "kv"
-may fail: ``kind`` is "no_tiers" for an engine without tiers, otherwise "engine".
+``what`` is "load", "transfer_statistics", "refused_connections" or "reset_prefix_cache", without
+arguments; or "kv" with a ``KvQuestion`` about storage tiers and its argument: nil, a ``KvPrompt``,
+the name of one tier (nil: all) or a list of addresses. Only "kv" may fail: ``kind`` is "no_tiers"
+for an engine without tiers, otherwise "engine".
 """
 
 from __future__ import annotations

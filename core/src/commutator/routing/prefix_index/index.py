@@ -47,7 +47,6 @@ class IndexStatistics:
 
     blocks: int
     """Distinct blocks, each held by at least one rank."""
-    holder_sets: int
     ranks: int
     orphans: int
 
@@ -532,7 +531,7 @@ class PrefixIndex:
 
     def statistics(self) -> IndexStatistics:
         orphans = sum(len(blocks.orphans) for blocks in self._ranks.values())
-        return IndexStatistics(len(self._map), self._map.distinct_sets, len(self._ranks), orphans)
+        return IndexStatistics(len(self._map), len(self._ranks), orphans)
 
     def blocks_by_worker(self) -> dict[str, tuple[int, ...]]:
         """Blocks of all ranks of each worker, for each cache level, fastest first."""

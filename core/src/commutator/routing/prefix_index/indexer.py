@@ -47,10 +47,6 @@ class WorkerEvents:
 
     messages: int
     decode_errors: int
-    checked_prompts: int
-    """Prompts that were looked up in the index after the worker had computed them."""
-    missing_prompts: int
-    """The last of them, in a row, that were not in the index."""
     sources: tuple[SequenceCounters, ...]
     """One for each data-parallel rank that publishes."""
     blocks: tuple[int, ...]
@@ -260,8 +256,6 @@ class KvIndexer:
             worker_id: WorkerEvents(
                 messages=worker.health.messages,
                 decode_errors=worker.health.decode_errors,
-                checked_prompts=worker.health.prompts.checked,
-                missing_prompts=worker.health.prompts.missing,
                 sources=tuple(evolve(each.sequence.counters) for each in worker.subscribers),
                 blocks=held.get(worker_id, _NO_BLOCKS),
             )

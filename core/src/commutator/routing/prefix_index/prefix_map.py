@@ -133,11 +133,6 @@ class PrefixMap:
     def __len__(self) -> int:
         return len(self._holders)
 
-    @property
-    def distinct_sets(self) -> int:
-        """The number of different holder sets."""
-        return len(self._sets)
-
     def holders(self, sequence_hash: int) -> Holders | None:
         return self._holders.get(sequence_hash)
 

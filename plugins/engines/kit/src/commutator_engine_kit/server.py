@@ -228,7 +228,7 @@ class _Connection:
 def _needed_rights(frame: list[Any]) -> tuple[Right, ...]:
     """The rights of which a client from another host needs one."""
     match frame:
-        case ["ask", _, "drain" | "resume" | "reset_prefix_cache"] | ["ask", _, "kv", "evict", _]:
+        case ["ask", _, "reset_prefix_cache"] | ["ask", _, "kv", "evict", _]:
             return (Right.OPERATE,)
         case ["hello" | "use" | "ask" | "ping", *_]:
             return Right.GENERATE, Right.OPERATE
@@ -252,7 +252,6 @@ class TokenApiServer:
         self._owner: dict[int, tuple[_Connection, int]] = {}
         """Engine key to the connection and its own key for the request."""
         self.connections: set[_Connection] = set()
-        self._draining = False
         self._answering: set[asyncio.Task[None]] = set()
         self._submitting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(_THREADS, "submit")
@@ -308,8 +307,6 @@ class TokenApiServer:
             connection.frames.send(["deltas", packed])
 
     def submit(self, connection: _Connection, key: int, request: GenerateRequest) -> None:
-        if self._draining:
-            raise EngineOverloadedError("the worker is draining")
         assert self.info is not None, "it listens once the engine has started"
         if (unmet := self.info.unmet(request)) is not None:
             raise unmet
@@ -357,15 +354,11 @@ class TokenApiServer:
         """The answer to an "ask" frame. Raises ValueError for an unknown question."""
         if what == "load":
             load = self._engine.load()
-            load = evolve(load, waiting=load.waiting + len(self._submitting))
-            return msgspec.to_builtins(load) | {"draining": self._draining}
+            return evolve(load, waiting=load.waiting + len(self._submitting))
         if what == "transfer_statistics":
             return self._engine.transfer_statistics()
         if what == "refused_connections":
             return refused_connections()
-        if what in ("drain", "resume"):
-            self._draining = what == "drain"
-            return None
         if what == "reset_prefix_cache":
             self._engine.reset_prefix_cache()
             return None
