@@ -10,34 +10,25 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
+from commutator_engine_kit.connector_worker import FencedCalls, RequestChains
 from commutator_engine_kit.kv import KvConnector
+from commutator_trtllm.kv_memory import EngineMemory
 from commutator_trtllm.kv_scheduler import ConnectorMetadata, Load
 from commutator_trtllm.kv_staging import Claims, HostBlocks
 
-__all__ = ["EngineBlocks", "TierWorkerSide"]
+__all__ = ["TierWorkerSide"]
 
 _FOR_CLAIMS = 0.5
 """Share of the host memory that is reserved for claims; stores do not use it."""
-
-
-class EngineBlocks(Protocol):
-    """The engine's memory. Copies run on its stream; the fence they return tells when they end."""
-
-    def to_host(self, device_blocks: Sequence[int], blocks: Sequence[int], stream: Any) -> Fence:
-        """Copy blocks of the engine to host memory."""
-
-    def from_host(self, blocks: Sequence[int], device_blocks: Sequence[int], stream: Any) -> Fence:
-        """Copy blocks of host memory to the engine."""
 
 
 class TierWorkerSide:
     """The worker's side. Called on the engine's thread: ``begin``, ``end`` and ``poll``."""
 
     def __init__(
-        self, connector: KvConnector, device: EngineBlocks, host: HostBlocks, claims: Claims
+        self, connector: KvConnector, device: EngineMemory, host: HostBlocks, claims: Claims
     ) -> None:
         self._connector = connector
         self._device = device
