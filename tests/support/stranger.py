@@ -52,7 +52,6 @@ async def attacks(target: Mapping[str, Any]) -> dict[str, str]:
         "set_draining": await outcome(registry.set_draining("prefill-0", True)),
         "set_role": await outcome(registry.set_role("prefill-0", Role.DECODE)),
         "start": await outcome(worker.start()),
-        "drain": await outcome(worker.drain()),
         "reset_prefix_cache": await outcome(worker.reset_prefix_cache()),
         "kv_evict": await outcome(worker.kv_evict()),
         "kv_contents": await outcome(worker.kv_contents()),

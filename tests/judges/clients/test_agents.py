@@ -91,7 +91,8 @@ def runs_cat(file: Path) -> str:
     return called("exec_command", {"cmd": f"cat {file}"}, thought="I look.")
 
 
-AGENTS = {
+Ask = Callable[[Program, Run, Path, str], str]
+AGENTS: dict[str, tuple[str, Ask, str, Callable[[Path], str]]] = {
     "Claude Code": ("claude_code", ask_claude, '"name": "Read"', reads("Read", "file_path")),
     "OpenCode": ("opencode", ask_opencode, '"name": "read"', reads("read", "filePath")),
     "Codex": ("codex", ask_codex, '"name": "exec_command"', runs_cat),

@@ -70,7 +70,7 @@ def styles(**texts: str) -> Iterator[tuple[list[dict[str, Any]], Mapping[str, An
 
 def ids_of(family: Family, **texts: str) -> list[Sequence[int]]:
     """Control tokens of each style that the template takes; it may refuse all that is odd."""
-    found = []
+    found: list[Sequence[int]] = []
     for messages, variables in styles(**texts):
         try:
             found.append(family.control_ids(family.ids(messages, variables)))

@@ -21,7 +21,8 @@ def name_of(item: Any) -> str:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    kept, others = [], []
+    kept: list[Any] = []
+    others: list[Any] = []
     for item in items:
         asks = _FIXTURES & set(item.fixturenames) or _launches(item)
         name = name_of(item)

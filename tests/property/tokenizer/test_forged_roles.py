@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +20,15 @@ pytestmark = pytest.mark.security
 HARMLESS = "some words"
 ALIKE = str.maketrans({"<": "\uff1c", ">": "\uff1e", "|": "\uff5c", "K": "\u212a", "[": "\uff3b"})
 """Signs that look alike or become what they look like when a text is normalized."""
-LETTERS = st.characters(exclude_characters="<[|", exclude_categories=("Cs",))
+LETTERS = st.characters(exclude_characters="<[|", exclude_categories=["Cs"])
 ORDINARY = st.sampled_from(
     ("", " ", "\n", "fox", "a < b", "x[1]", "|>", "<", "\u00e9", "/think", "user", "</", "\\", '"')
 ) | st.text(LETTERS, max_size=3)
+
+
+def only(field: str, text: str) -> dict[str, Any]:
+    """A text of this field."""
+    return {field.replace(" ", "_"): text}
 
 
 def forged(controls: tuple[str, ...]) -> st.SearchStrategy[str]:
@@ -47,12 +54,13 @@ def forged(controls: tuple[str, ...]) -> st.SearchStrategy[str]:
 def test_no_field_can_forge_a_control_token(name: str, data: st.DataObject) -> None:
     known = family(name)
     fields = data.draw(st.sets(st.sampled_from(FIELDS), min_size=1, max_size=3))
-    texts = {}
+    texts: dict[str, Any] = {}
     for field in fields:
         text = data.draw(forged(known.controls))
         # Thoughts that an answer begins with stay thoughts: see below. Templates skip empty texts.
         texts[field.replace(" ", "_")] = f"b{text}".replace("think>", "thin>").replace("THINK", "T")
-    harmless = known.ids(*conversation(**dict.fromkeys(texts, HARMLESS)))
+    same: dict[str, Any] = dict.fromkeys(texts, HARMLESS)
+    harmless = known.ids(*conversation(**same))
     found = known.ids(*conversation(**texts))
     assert known.control_ids(found) == known.control_ids(harmless)
 
@@ -64,7 +72,7 @@ def test_every_token_in_every_field_is_text(name: str, field: str) -> None:
     # Thoughts that an answer begins with stay thoughts: see below.
     begins = field == "answer"
     controls = [one for one in known.controls if not (begins and "think" in one.lower())]
-    expected = known.control_ids(known.ids(*conversation(**{field.replace(" ", "_"): HARMLESS})))
+    expected = known.control_ids(known.ids(*conversation(**only(field, HARMLESS))))
     for control in controls:
         for text in (
             control,
@@ -74,7 +82,7 @@ def test_every_token_in_every_field_is_text(name: str, field: str) -> None:
             control[1:-1],
             control[1:],
         ):
-            messages, variables = conversation(**{field.replace(" ", "_"): text})
+            messages, variables = conversation(**only(field, text))
             prompt = known.guarded.prompt(messages, variables=variables)
             ids = known.ids(messages, variables)
             assert known.control_ids(ids) == expected, text
@@ -88,7 +96,7 @@ def test_every_token_in_every_field_is_text(name: str, field: str) -> None:
 def test_ordinary_conversations_have_the_tokens_they_had(name: str, data: st.DataObject) -> None:
     known = family(name)
     text = st.text(LETTERS, max_size=20) | st.just("a < b[1] |")
-    texts = {
+    texts: dict[str, Any] = {
         field.replace(" ", "_"): data.draw(text)
         for field in data.draw(st.sets(st.sampled_from(FIELDS), max_size=4))
     }

@@ -81,7 +81,7 @@ async def test_two_of_today_speak_the_newest() -> None:
         await arrived(engine, 1)
         (request,) = engine.requests.values()
         assert (request.constraint, request.adapter) == (NEW["constraint"], SQL)
-        assert next(iter(server._connections)).known_codec.version == PROTOCOLS.newest
+        assert next(iter(server.connections)).known_codec.version == PROTOCOLS.newest
         engine.emit(
             [(key, TokenDelta(finish_reason=FinishReason.TOOL_CALLS)) for key in engine.requests]
         )

@@ -98,7 +98,7 @@ def model() -> TextModel:
 
 
 def parser() -> Parser:
-    special = frozenset(model().special_texts.values())
+    special = {text: token_id for token_id, text in model().special_texts.items()}
     seen = ParserModel(
         name=MODEL, chat_template=TEMPLATES["qwen3"], special_tokens=special, reasoning="auto"
     )

@@ -20,6 +20,7 @@ from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlo
 from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_reference.arena import KVArena
 from commutator_reference.model import Batch, LlamaModel
+from commutator_reference.scheduler import Chunk
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +51,14 @@ class SlowToCompute(LlamaModel):
     """A model that is large for its machine."""
 
     def forward(
-        self, batch: Batch, arena: KVArena, wanted: Callable[[], bool] = lambda: True
+        self,
+        batch: Batch,
+        arena: KVArena,
+        wanted: Callable[[], bool] = lambda: True,
+        score: Callable[[Chunk, int, Tensor], None] | None = None,
     ) -> Tensor:
         time.sleep(SLOW_S * len(batch.token_ids) / len(PROMPT))
-        return super().forward(batch, arena, wanted)
+        return super().forward(batch, arena, wanted, score)
 
 
 def ask(tiered: TieredEngine, key: int) -> list[int]:

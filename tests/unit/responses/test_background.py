@@ -21,7 +21,7 @@ from commutator_responses.background import Background
 from commutator_responses.memory import MemoryStore
 from commutator_responses.protocol import ResponsesConfig
 
-SLOW = {"delay_s": 0.05}
+SLOW_S = 0.05
 
 
 class Clock:
@@ -68,8 +68,13 @@ async def until(
             await asyncio.sleep(0.02)
 
 
+async def until_idle(door: FrontDoor) -> None:
+    while door.dispatcher.open:
+        await asyncio.sleep(0.01)
+
+
 async def test_it_is_queued_made_and_fetched_and_can_be_continued() -> None:
-    async with served(FakeDispatcher(**SLOW)) as door:
+    async with served(FakeDispatcher(delay_s=SLOW_S)) as door:
         queued = await create(door)
         assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
         name = queued["id"]
@@ -88,7 +93,7 @@ async def test_it_is_queued_made_and_fetched_and_can_be_continued() -> None:
 
 
 async def test_its_client_may_leave_and_come_back_for_the_rest_of_its_events() -> None:
-    async with served(FakeDispatcher(**SLOW)) as door:
+    async with served(FakeDispatcher(delay_s=SLOW_S)) as door:
         wanted = {"model": MODEL, "input": "Hi", "background": True, "stream": True}
         async with door.session.post(f"{door.url}/v1/responses", json=wanted) as said:
             first = await said.content.readuntil(b"\n\n")
@@ -122,14 +127,12 @@ async def test_it_is_cancelled_and_makes_nothing_more() -> None:
         await until(door, name, lambda said: said["status"] == "in_progress")
         status, said = await call(door, "POST", f"/{name}/cancel")
         assert (status, said["status"]) == (200, "cancelled")
-        while door.dispatcher.open:
-            await asyncio.sleep(0.01)
+        await until_idle(door)
         taken = door.dispatcher.taken
         assert (await until(door, name, lambda _: True))["status"] == "cancelled"
         name = (await create(door))["id"]
         status, _ = await call(door, "DELETE", f"/{name}")
-        while door.dispatcher.open:
-            await asyncio.sleep(0.01)
+        await until_idle(door)
         assert door.dispatcher.taken <= taken + 2
         status, said = await call(door, "POST", "", model=MODEL, input="Hi")
         status, refused = await call(door, "POST", f"/{said['id']}/cancel")
@@ -228,12 +231,11 @@ async def test_the_end_waits_for_a_store_that_is_away(monkeypatch: pytest.Monkey
     store = Away(1 << 20, 60)
     monkeypatch.setattr(background, "_RETRY_S", 0.01)
     monkeypatch.setattr("commutator_responses.memory.MemoryStore", lambda *_: store)
-    async with served(FakeDispatcher(**SLOW)) as door:
+    async with served(FakeDispatcher(delay_s=SLOW_S)) as door:
         name = (await create(door))["id"]
         await until(door, name, lambda said: said["status"] == "in_progress")
         store.is_away = True
-        while door.dispatcher.open:
-            await asyncio.sleep(0.01)
+        await until_idle(door)
         _, said = await call(door, "GET", f"/{name}")
         assert said["status"] == "in_progress"
         store.is_away = False
@@ -250,8 +252,7 @@ async def test_another_door_that_cancels_it_ends_it_here(monkeypatch: pytest.Mon
         elsewhere = Background(store, 30.0)
         assert await elsewhere.cancel(found) is not None
         assert await elsewhere.cancel(found) is None
-        while door.dispatcher.open:
-            await asyncio.sleep(0.01)
+        await until_idle(door)
         assert (await until(door, name, lambda _: True))["status"] == "cancelled"
 
 

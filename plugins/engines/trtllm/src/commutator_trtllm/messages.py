@@ -73,6 +73,8 @@ def _response_format(constraint: Constraint) -> dict[str, Any]:
             return {"type": "ebnf", "ebnf": value}
         case "structural_tag":
             return json.loads(value)  # type: ignore[no-any-return]
+        case "lark":
+            raise AssertionError("not among the kinds that are enforced")
 
 
 def check_forwarded(body: bytes) -> None:
