@@ -404,11 +404,16 @@ async def test_nothing_is_sent_to_a_relay_of_another_kind_or_name(
 
 @pytest.mark.security
 async def test_headers_and_connections_have_bounds(
-    host: None, authorities: Authorities, engine: Engine, caplog: pytest.LogCaptureFixture
+    host: None,
+    authorities: Authorities,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("commutator_engine_kit.relay._MAX_CONNECTIONS", 1)
     files = authorities.files("h2")
     async with (
-        relaying(engine.url, max_connections=1) as address,
+        relaying(engine.url) as address,
         session_of(authorities, address, files) as session,
     ):
         for headers in ({"X": "y" * 10_000}, {f"X-{number}": "y" for number in range(100)}):
