@@ -35,7 +35,7 @@ TOOLS := $(filter-out plugins/tools/scaffold/%,$(filter plugins/tools/%,$(PROJEC
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
 TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 # For deployments on several hosts: a laptop needs neither gRPC, NATS nor Ray.
-SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
+SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
