@@ -121,7 +121,8 @@ def test_what_excludes_all_that_may_come_gives_way() -> None:
     ("constraint", "named"),
     [
         (of("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
-        (of("json_schema", '{"not": {"type": "string"}}'), "not"),
+        (of("json_schema", '{"not": {"pattern": "a"}}'), "not"),
+        (of("json_schema", '{"not": {}}'), "excludes all"),
         (of("json_schema", '{"unevaluatedProperties": false}'), "unevaluatedProperties"),
         (of("json_schema", '{"type": "text"}'), "text"),
         (of("json_schema", "3"), "expected an object"),

@@ -1,4 +1,4 @@
-"""``oneOf`` as ``anyOf`` in JSON schemas, where no value can match two of its schemas."""
+"""Whether a value can match two JSON schemas."""
 
 from __future__ import annotations
 
@@ -7,35 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-__all__ = ["with_any_of"]
+__all__ = ["are_apart", "differ", "resolved"]
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_DATA = {"const", "enum", "default", "examples"}
 _DEPTH = 6
 
 
-def with_any_of(schema: Any, root: Any = None) -> Any:
-    """``schema`` with ``anyOf`` for each ``oneOf`` that means the same."""
-    root = schema if root is None else root
-    if isinstance(schema, list):
-        return [with_any_of(one, root) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {
-        key: value if key in _DATA else with_any_of(value, root) for key, value in schema.items()
-    }
-    some = found.get("oneOf")
-    if isinstance(some, list) and "anyOf" not in found and _are_apart(some, root):
-        found["anyOf"] = found.pop("oneOf")
-    return found
+def are_apart(schemas: Sequence[Any], root: Any) -> bool:
+    """Whether no value matches two of ``schemas``; False also where that is not known."""
+    return all(differ(one, other, root) for one, other in combinations(schemas, 2))
 
 
-def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
-    return all(_differ(one, other, root) for one, other in combinations(schemas, 2))
+def differ(one: Any, other: Any, root: Any) -> bool:
+    """Whether no value matches both; False also where that is not known.
 
-
-def _differ(one: Any, other: Any, root: Any) -> bool:
-    one, other = _resolved(one, root), _resolved(other, root)
+    ``root`` is the document that their references are in.
+    """
+    one, other = resolved(one, root), resolved(other, root)
     shared = _types(one, root) & _types(other, root)
     if not shared:
         return True
@@ -54,7 +42,7 @@ def _fixed(schema: Any, root: Any) -> Mapping[str, frozenset[str]]:
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
-    found = ((key, _values(_resolved(properties.get(key), root))) for key in required)
+    found = ((key, _values(resolved(properties.get(key), root))) for key in required)
     return {key: values for key, values in found if values is not None}
 
 
@@ -72,7 +60,8 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: Any) -> Any:
+    """What ``schema`` refers to, if it is a reference, without what stands beside that."""
     for _ in range(_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -86,7 +75,7 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 def _types(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
     """The types of values that it may match; all where it does not say."""
-    schema = _resolved(schema, root)
+    schema = resolved(schema, root)
     if not isinstance(schema, dict) or not depth:
         return _TYPES
     return frozenset.intersection(_TYPES, *_limits(schema, root, depth))

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
-from commutator_reference.alternatives import with_any_of
 from commutator_reference.grammar_trial import LIMITS, GrammarTrial
+from commutator_reference.rewriting import rewritten
 
 __all__ = ["KINDS", "Grammars", "Matcher"]
 
@@ -185,7 +185,10 @@ def _json(schema: Any, constraint: Constraint) -> str:
     options: Any = {"whitespace_flexible": bool(between)}
     if between:
         options["whitespace_pattern"] = between
-    text = json.dumps(with_any_of(schema))
+    found = rewritten(schema)
+    if found is False:
+        raise ValueError("no value follows the schema: it excludes all")
+    text = json.dumps({} if found is True else found)
     return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
 
 
