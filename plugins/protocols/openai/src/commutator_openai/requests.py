@@ -1,4 +1,7 @@
-"""What clients may send: each class is one endpoint's body, validated and documented from here."""
+"""What clients may send: each class is one endpoint's body, validated and documented from here.
+
+Without slots, as ``build_request_converter`` fills their dictionaries at once.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ MAX_NAMED_TOKENS = 128
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class StreamOptions:
     """Only with ``stream``."""
 
@@ -72,7 +75,7 @@ class StreamOptions:
     )
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class TextPart:
     """One part of a message's content."""
 
@@ -81,7 +84,7 @@ class TextPart:
     cache_control: CacheControl | None = setting("The same as that of the message.", None)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class CalledFunction:
     """What a model called."""
 
@@ -89,7 +92,7 @@ class CalledFunction:
     arguments: str = setting("Its arguments, as JSON.", "")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class MessageCall:
     """A call of a tool in the history."""
 
@@ -99,7 +102,7 @@ class MessageCall:
     index: int | None = setting("As in a stream; without meaning.", None)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class FunctionSpec:
     """A function that the model may call."""
 
@@ -109,7 +112,7 @@ class FunctionSpec:
     strict: bool | None = setting("Has no effect yet: arguments are not made to fit.", None)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class ToolSpec:
     """A tool that the model may call."""
 
@@ -117,7 +120,7 @@ class ToolSpec:
     function: FunctionSpec = setting("The function.")
 
 
-@define(kw_only=True)  # made for each request, and a frozen class takes twice as long to fill
+@define(kw_only=True, slots=False)
 class ChatMessage:
     """One turn of a conversation."""
 
@@ -163,7 +166,7 @@ CONSTRAINT_FIELDS = (
 _constraints = attrgetter(*CONSTRAINT_FIELDS)
 
 
-@define(kw_only=True)  # as above
+@define(kw_only=True, slots=False)
 class GenerationRequest:
     """What chat and completions have in common. Null always means the default."""
 
@@ -297,7 +300,7 @@ class GenerationRequest:
         return any(_constraints(self))
 
 
-@define(kw_only=True)  # as above
+@define(kw_only=True, slots=False)
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
@@ -319,7 +322,7 @@ class CompletionRequest(GenerationRequest):
     )
 
 
-@define(kw_only=True)  # as above
+@define(kw_only=True, slots=False)
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -401,7 +404,7 @@ class ChatRequest(GenerationRequest):
 _Batch = tuple[Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)], ...]
 
 
-@define(kw_only=True)  # as above
+@define(kw_only=True, slots=False)
 class BatchRequest(ChatRequest):
     """Body of POST /v1/chat/completions/batch: several conversations, one answer to each."""
 
@@ -410,7 +413,7 @@ class BatchRequest(ChatRequest):
     )
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class TokenizeRequest:
     """Body of POST /tokenize: a ``prompt`` or ``messages``."""
 
@@ -433,7 +436,7 @@ class TokenizeRequest:
     )
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class DetokenizeRequest:
     """Body of POST /detokenize."""
 
