@@ -72,11 +72,16 @@ class CacheIdentity:
     """The digest of the adapter that computed the block; None: the model itself."""
     cache_salt: str | None = None
     """Requests with different salts share no block; None is a salt, too."""
+    group: str | None = None
+    """Which of the model's kinds of KV the block holds; None: all, where there is only one."""
 
     @property
     def digest(self) -> bytes:
         """The parent of the first block's key: 32 bytes, equal only for equal identities."""
-        return sha256(b"".join(_framed(value) for value in asdict(self).values())).digest()
+        values = list(asdict(self).values())
+        if self.group is None:  # as before there were groups: what is stored stays valid
+            values.pop()
+        return sha256(b"".join(map(_framed, values))).digest()
 
 
 def next_key(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> BlockKey:

@@ -40,11 +40,12 @@ def cuda_fence() -> Fence:
 
 @frozen(kw_only=True)
 class Chain:
-    """More full blocks of a request, after those sent before. Holds plain values only."""
+    """More tokens of a request, after those sent before. Holds plain values only."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     prompt_blocks: int
+    """How many of the first group's blocks belong to the prompt."""
     lora: tuple[str, str] | None = None
     """Name and path."""
     cache_salt: str | None = None
@@ -55,7 +56,8 @@ class _Request:
     """The chain of one request, so far."""
 
     begin: Chain
-    keys: list[BlockKey] = field(factory=list)
+    keys: list[list[BlockKey]]
+    """Of each group of the connector."""
     token_ids: list[int] = field(factory=list)
 
 
@@ -68,34 +70,44 @@ class RequestChains:
         self._adapters = AdapterDigests()
 
     def grow(self, chain: Chain) -> None:
-        request = self._requests.setdefault(chain.request_id, _Request(chain))
+        if (request := self._requests.get(chain.request_id)) is None:
+            nothing: list[list[BlockKey]] = [[] for _ in self._connector.groups]
+            request = self._requests[chain.request_id] = _Request(chain, nothing)
         request.token_ids += chain.token_ids
         lora = request.begin.lora
-        request.keys = self._connector.lookups.keys(
-            request.token_ids,
-            adapter=None if lora is None else self._adapters.of(*lora),
-            cache_salt=request.begin.cache_salt,
-            known=request.keys,
-        )
+        adapter = None if lora is None else self._adapters.of(*lora)
+        request.keys = [
+            self._connector.lookups.keys(
+                request.token_ids,
+                adapter=adapter,
+                cache_salt=request.begin.cache_salt,
+                known=known,
+                group=group,
+            )
+            for group, known in enumerate(request.keys)
+        ]
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended, or its chain will be sent again."""
         self._requests.pop(request_id, None)
 
-    def keys(self, request_id: RequestId) -> Sequence[BlockKey]:
-        return self._requests[request_id].keys
+    def keys(self, request_id: RequestId, group: int = 0) -> Sequence[BlockKey]:
+        return self._requests[request_id].keys[group]
 
-    def descriptors(self, request_id: RequestId, first: int, count: int) -> list[BlockDescriptor]:
+    def descriptors(
+        self, request_id: RequestId, first: int, count: int, group: int = 0
+    ) -> list[BlockDescriptor]:
         """``count`` blocks of a request from ``first`` on, for ``Stores.offload``."""
         request = self._requests[request_id]
         begin = request.begin
         return self._connector.stores.descriptors(
-            request.keys[: first + count],
+            request.keys[group][: first + count],
             request.token_ids,
             first=first,
             prompt_blocks=begin.prompt_blocks,
             adapter=None if begin.lora is None else begin.lora[0],
             cache_salt=begin.cache_salt,
+            group=group,
         )
 
 

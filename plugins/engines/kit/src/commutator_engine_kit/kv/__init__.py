@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     )
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
     from commutator_engine_kit.kv.block_manager.manager import BlockManager
+    from commutator_engine_kit.kv.block_manager.onboard import GroupChain
     from commutator_engine_kit.kv.connector import KvConnector
+    from commutator_engine_kit.kv.groups import (
+        KvGroup,
+        KvKind,
+        alignment,
+        group_identities,
+        usable_boundary,
+    )
     from commutator_engine_kit.kv.loads import Loads
     from commutator_engine_kit.kv.lookups import Lookups
     from commutator_engine_kit.kv.stores import Stores
@@ -46,8 +54,11 @@ __all__ = [
     "BlockManager",
     "BlockPart",
     "FinishedOnboard",
+    "GroupChain",
     "KvAdmin",
     "KvConnector",
+    "KvGroup",
+    "KvKind",
     "LoadResult",
     "Loads",
     "LocatedPrompt",
@@ -60,10 +71,13 @@ __all__ = [
     "StoreBlocks",
     "Stores",
     "TierSpec",
+    "alignment",
     "bytes_at",
     "checksum",
     "event_hash",
     "eviction_factory",
+    "group_identities",
+    "usable_boundary",
 ]
 
 __getattr__ = face(__name__, __file__)

@@ -22,6 +22,7 @@ from commutator.errors import TierError
 from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
+from commutator_engine_kit.kv.groups import KvGroup, group_identities, whole
 from commutator_engine_kit.kv.lending import TierExporter, lend
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.lookups import Lookups
@@ -69,6 +70,7 @@ class KvConnector:
         identity: CacheIdentity,
         *,
         worker_id: str,
+        groups: Sequence[KvGroup] = (),
         reports_evictions: bool = False,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -77,11 +79,15 @@ class KvConnector:
         ``arena`` is the engine's KV memory, which must stay allocated until ``close`` has returned.
         ``identity`` is that of blocks without adapter and cache salt. ``worker_id`` replaces
         ``{worker}`` in the tiers' options; it is unique among the processes that run at a time.
-        ``reports_evictions``: the engine calls ``stores.offload_evicted`` before it reuses a block;
+        ``groups`` are the model's kinds of KV, whose blocks share the arena; without, all layers
+        read every token. ``reports_evictions``: the engine calls ``stores.offload_evicted`` before
+        it reuses a block;
         without that, tiers with `write: on_evict` store blocks once they are computed. ``wake`` is
         called, from any thread and with no lock held, when ``poll`` has news or a future is done.
         """
         self.identity = identity
+        self.groups = tuple(groups) or whole(identity.block_size, arena.block_bytes)
+        """The model's kinds of KV."""
         self.tiers: tuple[TierSetup, ...] = read_tiers(tiers, worker_id)
         """Fastest first."""
         self.takes_computed = any(setup.write == "through" for setup in self.tiers)
@@ -107,7 +113,7 @@ class KvConnector:
                     setup,
                     arena,
                     scratch,
-                    block_tokens=identity.block_size,
+                    block_tokens=max(group.block_size for group in self.groups),
                     identity=identity.digest.hex(),
                     agent_name=f"{agent_name}/{number}-{setup.name}",
                     on_open=partial(self._opened, number),
@@ -120,9 +126,10 @@ class KvConnector:
         for setup in self.tiers:
             setup.guarded.use_peers(lambda: self._peers)
         stack = self._stack = TierStack(arena, self._queue, threads)
-        self.stores = Stores(identity, stack, scratch, at_once=not reports_evictions)
-        self.loads = Loads(stack, self.stores.carry_out)
-        self.lookups = Lookups(identity, stack, self.loads, self.stores.carry_out)
+        self.stores = Stores(self.groups, stack, scratch, at_once=not reports_evictions)
+        self.loads = Loads(stack, self.groups, self.stores.carry_out)
+        identities = group_identities(identity, self.groups)
+        self.lookups = Lookups(identities, stack, self.loads, self.stores.carry_out)
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Open every tier. A tier that fails to open is tried again in the background."""

@@ -15,6 +15,8 @@ from commutator.contract.block import BlockKey
 from commutator.contract.tier import Span
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency, LoadResult
+from commutator_engine_kit.kv.block_manager.onboard import GroupChain
+from commutator_engine_kit.kv.groups import KvGroup
 from commutator_engine_kit.kv.tier_stack import (
     FinishedOnboard,
     OnboardTicket,
@@ -70,9 +72,15 @@ class Loads:
     Splits each onboard into jobs of the tiers' threads, and joins their results.
     """
 
-    def __init__(self, tiers: TierStack, carry_out: Callable[[Iterable[Action]], None]) -> None:
+    def __init__(
+        self,
+        tiers: TierStack,
+        groups: Sequence[KvGroup],
+        carry_out: Callable[[Iterable[Action]], None],
+    ) -> None:
         """``carry_out`` gets what the block manager wants done."""
         self._tiers = tiers
+        self._groups = groups
         self._queue = tiers.queue
         self._carry_out = carry_out
         self._numbers = itertools.count(1)
@@ -92,7 +100,34 @@ class Loads:
         """
         with self._queue:
             self._tiers.must_be_open()
-            return self._start(ticket, device_blocks, skip)
+            positions = range(skip, skip + len(device_blocks))
+            return self._begin(ticket, positions, device_blocks)
+
+    def onboard_groups(
+        self,
+        ticket: OnboardTicket,
+        device_blocks: Sequence[Sequence[int]],
+        *,
+        first_tokens: int = 0,
+    ) -> Future[list[bool]]:
+        """As ``onboard``, of a ticket from ``Lookups.plan_groups``: all blocks or none are good.
+
+        ``device_blocks`` has, for each group, one for each of its blocks in ``ticket.places`` that
+        ends after ``first_tokens``, the boundary that the device serves by now. Raises ValueError
+        also where no block is left to load: cancel the ticket instead.
+        """
+        with self._queue:
+            self._tiers.must_be_open()
+            chosen = [
+                position
+                for position, (group, number) in enumerate(ticket.places)
+                if (number + 1) * self._groups[group].block_size > first_tokens
+            ]
+            targets = [iter(blocks) for blocks in device_blocks]
+            blocks = [next(targets[ticket.places[position][0]], None) for position in chosen]
+            if None in blocks or any(next(rest, None) is not None for rest in targets):
+                raise ValueError(f"{len(chosen)} blocks are to be loaded, not {device_blocks}")
+            return self._begin(ticket, chosen, [block for block in blocks if block is not None])
 
     def cancel(self, ticket: OnboardTicket) -> None:
         """Cancel a planned or started onboard. The future of a started one is done soon."""
@@ -107,8 +142,32 @@ class Loads:
         """Choose blocks from ``first`` on to onboard; the block manager pins them."""
         ticket_id, now_s = str(next(self._numbers)), time.monotonic()
         plan = self._tiers.manager.begin_onboard(ticket_id, keys, first, now_s, compute_s=compute_s)
-        media = tuple(self._tiers.threads[tier].worker.setup.tier.medium for _, tier in plan.blocks)
+        media = self._media(plan.blocks)
         ticket = OnboardTicket(id=ticket_id, request_id=request_id, first=first, media=media)
+        if plan.blocks:
+            self._onboards[ticket.id] = _Onboard(ticket, plan.blocks)
+        return ticket
+
+    def plan_groups(
+        self,
+        request_id: str,
+        chains: Sequence[GroupChain],
+        limit_tokens: int,
+        token_s: float | None,
+    ) -> OnboardTicket:
+        """As ``plan``, for a model with several groups."""
+        ticket_id, now_s = str(next(self._numbers)), time.monotonic()
+        plan = self._tiers.manager.begin_group_onboard(
+            ticket_id, chains, limit_tokens, now_s, token_s=token_s
+        )
+        ticket = OnboardTicket(
+            id=ticket_id,
+            request_id=request_id,
+            first=0,
+            media=self._media(plan.blocks),
+            boundary=plan.boundary,
+            places=plan.places,
+        )
         if plan.blocks:
             self._onboards[ticket.id] = _Onboard(ticket, plan.blocks)
         return ticket
@@ -130,16 +189,19 @@ class Loads:
         for onboard in self._onboards.values():
             self._queue.after(partial(settle, onboard.future, error))
 
-    def _start(
-        self, ticket: OnboardTicket, device_blocks: Sequence[int], skip: int
+    def _media(self, blocks: Sequence[tuple[BlockKey, int]]) -> tuple[str, ...]:
+        return tuple(self._tiers.threads[tier].worker.setup.tier.medium for _, tier in blocks)
+
+    def _begin(
+        self, ticket: OnboardTicket, positions: Sequence[int], device_blocks: Sequence[int]
     ) -> Future[list[bool]]:
         onboard = self._onboards.get(ticket.id)
         if onboard is None or onboard.device_blocks:
             raise ValueError(f"onboard {ticket.id} was started or cancelled before")
-        chosen = onboard.blocks[skip : skip + len(device_blocks)]
-        if not chosen or len(chosen) != len(device_blocks):
-            count = len(onboard.blocks)
-            raise ValueError(f"{count} blocks were planned, not {skip} + {len(device_blocks)}")
+        count = len(onboard.blocks)
+        if not positions or len(positions) != len(device_blocks) or positions[-1] >= count:
+            raise ValueError(f"{count} blocks were planned, not {positions}")
+        chosen = tuple(onboard.blocks[position] for position in positions)
         onboard.spans = [self._tiers.arena.span(block) for block in device_blocks]
         onboard.blocks = chosen
         onboard.device_blocks = tuple(device_blocks)
@@ -212,6 +274,8 @@ class Loads:
             return
         results = (onboard.results.get(key) for key, _ in onboard.blocks)
         good = sum(1 for _ in takewhile(lambda result: result is LoadResult.LOADED, results))
+        if onboard.ticket.places and good < len(onboard.blocks):
+            good = 0  # one group without its blocks makes those of the others useless
         onboard.good = good
         self._queue.report(onboards=[FinishedOnboard(ticket=onboard.ticket, blocks=good)])
         self._finish(onboard.ticket.id, onboard.results, onboard.seconds)

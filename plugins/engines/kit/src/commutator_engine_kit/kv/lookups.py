@@ -16,6 +16,8 @@ from commutator.contract.block import BlockKey, CacheIdentity, block_keys
 from commutator.contract.tier import StoredBlock
 from commutator.contract.worker import BlockExplanation
 from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency
+from commutator_engine_kit.kv.block_manager.onboard import GroupChain
+from commutator_engine_kit.kv.groups import alignment, usable_boundary
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.tier_stack import OnboardTicket, TierStack
 from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
@@ -23,6 +25,10 @@ from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
 __all__ = ["Lookups"]
 
 ResultT = TypeVar("ResultT")
+
+_Ask = Callable[[Future[Any], Callable[[], None]], None]
+_Search = Callable[[TierExecutor], Sequence[StoredBlock]]
+_Holders = Callable[[Sequence[BlockKey]], Sequence[int | None]]
 
 _TIMEOUT_S = 1.0
 """Shared tiers that do not answer in this time count as empty."""
@@ -45,13 +51,14 @@ class Lookups:
 
     def __init__(
         self,
-        identity: CacheIdentity,
+        identities: Sequence[CacheIdentity],
         tiers: TierStack,
         loads: Loads,
         carry_out: Callable[[Iterable[Action]], None],
     ) -> None:
-        """``identity`` and ``carry_out`` as for ``Stores`` and ``Loads``."""
-        self._identity = identity
+        """``identities`` and ``carry_out`` as for ``Stores`` and ``Loads``."""
+        self._identities = identities
+        self._identity = identities[0]
         self._tiers = tiers
         self._queue = tiers.queue
         self._loads = loads
@@ -71,18 +78,22 @@ class Lookups:
         adapter: str | None = None,
         cache_salt: str | None = None,
         known: Sequence[BlockKey] = (),
+        group: int = 0,
     ) -> list[BlockKey]:
-        """The key of every full block of a prompt; ``known`` has the keys of its first blocks."""
-        identity = evolve(self._identity, adapter=adapter, cache_salt=cache_salt)
+        """The key of every full block of a prompt; ``known`` has the keys of its first blocks.
+
+        ``group`` is the number of one of the connector's groups: each has keys of its own.
+        """
+        identity = evolve(self._identities[group], adapter=adapter, cache_salt=cache_salt)
         return block_keys(identity, token_ids, known)
 
-    def key_of(self, name: bytes) -> BlockKey:
-        """The key of the block that the engine calls ``name``.
+    def key_of(self, name: bytes, group: int = 0) -> BlockKey:
+        """The key of the block of a group that the engine calls ``name``.
 
         The name must depend on the block's tokens, on all tokens before them, and on what else
         keeps requests apart.
         """
-        return sha256(b"named" + self._identity.digest + name).digest()
+        return sha256(b"named" + self._identities[group].digest + name).digest()
 
     def plan(
         self,
@@ -105,12 +116,48 @@ class Lookups:
         def decide() -> OnboardTicket:
             return self._loads.plan(name, keys, first, compute_s)
 
-        cancel = self._loads.cancel
-        return self._after_answers(keys, first, name, decide, forget=True, unwanted=cancel)
+        return self._planned(partial(self._ask, name, keys, first), name, decide)
+
+    def plan_groups(
+        self,
+        chains: Sequence[GroupChain],
+        limit_tokens: int,
+        *,
+        tokens_per_s: float | None = None,
+        request_id: str | None = None,
+    ) -> Future[OnboardTicket]:
+        """As ``plan``, for a model with several groups: one chain for each of the connector's.
+
+        The ticket's boundary, at most ``limit_tokens``, is one that every group can serve, with
+        what the chains say the device has and what the tickets' blocks bring.
+        """
+        name = uuid.uuid4().hex if request_id is None else request_id
+
+        def decide() -> OnboardTicket:
+            token_s = 1 / tokens_per_s if tokens_per_s else None
+            return self._loads.plan_groups(name, chains, limit_tokens, token_s)
+
+        return self._planned(partial(self._ask_groups, name, chains, limit_tokens), name, decide)
+
+    def prefetch_groups(
+        self, chains: Sequence[GroupChain], limit_tokens: int, *, request_id: str | None = None
+    ) -> Future[None]:
+        """As ``prefetch``, for a model with several groups."""
+
+        def copy() -> None:
+            manager = self._tiers.manager
+            self._carry_out(manager.prefetch_groups(chains, limit_tokens, time.monotonic()))
+
+        name = uuid.uuid4().hex if request_id is None else request_id
+        ask = partial(self._ask_groups, name, chains, limit_tokens)
+        return self._after_answers(ask, name, copy, forget=request_id is None)
 
     def look_up(self, keys: Sequence[BlockKey], *, first: int = 0) -> Future[None]:
         """Ask shared tiers for the blocks from ``first`` on that no tier is known to have."""
-        return self._after_answers(keys, first, None, lambda: None)
+        name = uuid.uuid4().hex
+        return self._after_answers(
+            partial(self._ask, name, keys, first), name, lambda: None, forget=True
+        )
 
     def prefetch(
         self, keys: Sequence[BlockKey], *, first: int = 0, request_id: str | None = None
@@ -124,7 +171,9 @@ class Lookups:
         def copy() -> None:
             self._carry_out(self._tiers.manager.prefetch(keys, first, time.monotonic()))
 
-        return self._after_answers(keys, first, request_id, copy)
+        name = uuid.uuid4().hex if request_id is None else request_id
+        ask = partial(self._ask, name, keys, first)
+        return self._after_answers(ask, name, copy, forget=request_id is None)
 
     def explain(self, keys: Sequence[BlockKey], first: int = 0) -> list[BlockExplanation]:
         """Say of each block of a prompt which tiers have it, and whether it would be reused."""
@@ -149,23 +198,27 @@ class Lookups:
             if lookup.then and now_s >= lookup.deadline_s:
                 _decide(lookup)
 
+    def _planned(
+        self, ask: _Ask, name: str, decide: Callable[[], OnboardTicket]
+    ) -> Future[OnboardTicket]:
+        cancel = self._loads.cancel
+        return self._after_answers(ask, name, decide, forget=True, unwanted=cancel)
+
     def _after_answers(
         self,
-        keys: Sequence[BlockKey],
-        first: int,
-        request_id: str | None,
+        ask: _Ask,
+        name: str,
         decide: Callable[[], ResultT],
         *,
-        forget: bool = False,
+        forget: bool,
         unwanted: Callable[[ResultT], None] = lambda _: None,
     ) -> Future[ResultT]:
-        """A future of the result of ``decide``, which is called once shared tiers have answered.
+        """The result of ``decide``, which ``ask`` calls once shared tiers have answered.
 
-        ``forget``: forget the request's answers then, as always without a ``request_id``.
-        ``unwanted`` gets the result if the future was cancelled in the meantime.
+        ``forget``: forget then the answers for ``name``, the request. ``unwanted`` gets the result
+        if the future was cancelled in the meantime.
         """
         future: Future[ResultT] = Future()
-        name = uuid.uuid4().hex if request_id is None else request_id
 
         def complete(result: ResultT) -> None:
             if future.set_running_or_notify_cancel():
@@ -174,32 +227,58 @@ class Lookups:
                 unwanted(result)
 
         def answered() -> None:
-            if forget or request_id is None:
+            if forget:
                 self._forget(name)
             if not future.cancelled():
                 self._queue.after(partial(complete, decide()))
 
         with self._queue:
-            known = first + len(self._tiers.manager.match(keys, first))
-            self._ask(name, keys, known, future, answered)
+            ask(future, answered)
         return future
 
     def _ask(
         self,
-        request_id: str,
+        name: str,
         keys: Sequence[BlockKey],
-        known: int,
+        first: int,
         future: Future[Any],
         decide: Callable[[], None],
     ) -> None:
-        """Call ``decide`` once all tiers have answered; at once if there is nothing to ask.
+        """Call ``decide`` once all tiers have answered; at once if there is nothing to ask."""
+        known = first + len(self._tiers.manager.match(keys, first))
+        self._submit(name, known < len(keys), lambda tier: tier.probe(keys), future, decide)
 
-        ``known`` is how many of the first ``keys`` some tier is known to have.
-        """
+    def _ask_groups(
+        self,
+        name: str,
+        chains: Sequence[GroupChain],
+        limit_tokens: int,
+        future: Future[Any],
+        decide: Callable[[], None],
+    ) -> None:
+        """As ``_ask``, for the blocks of a model with several groups."""
+        step = alignment([chain.group for chain in chains])
+        usable = _usable(chains, limit_tokens, self._known)
+        search = partial(_search, chains, limit_tokens, self._known)
+        self._submit(name, usable + step <= limit_tokens, search, future, decide)
+
+    def _known(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        with self._queue:
+            return self._tiers.manager.holders(keys)
+
+    def _submit(
+        self,
+        request_id: str,
+        incomplete: bool,
+        search: _Search,
+        future: Future[Any],
+        decide: Callable[[], None],
+    ) -> None:
+        """Have every shared tier search, if something is missing and they were not asked yet."""
         now_s = time.monotonic()
         lookup = self._lookups.get(request_id)
         usable: list[tuple[int, TierThread]] = []
-        if lookup is None and known < len(keys):
+        if lookup is None and incomplete:
             usable = [(number, thread) for number, thread in self._shared.items() if thread.usable]
             if usable:
                 lookup = self._lookups[request_id] = _Lookup(len(usable), now_s + _TIMEOUT_S)
@@ -208,7 +287,7 @@ class Lookups:
             return
         lookup.then.append((future, decide))
         for number, thread in usable:
-            thread.submit(JobUrgency.LOAD, partial(self._probe, number, lookup, keys))
+            thread.submit(JobUrgency.LOAD, partial(self._probe, number, lookup, search))
 
     def _forget(self, request_id: str) -> None:
         if (lookup := self._lookups.pop(request_id, None)) is not None:
@@ -217,12 +296,12 @@ class Lookups:
                 self._queue.after(future.cancel)
 
     def _probe(
-        self, tier: int, lookup: _Lookup, keys: Sequence[BlockKey], worker: TierExecutor | None
+        self, tier: int, lookup: _Lookup, search: _Search, worker: TierExecutor | None
     ) -> None:
         """The job of one tier."""
         found: Sequence[StoredBlock] = ()
         try:
-            found = () if worker is None else worker.probe(keys)
+            found = () if worker is None else search(worker)
         finally:
             with self._queue:
                 lookup.waiting -= 1
@@ -231,6 +310,57 @@ class Lookups:
                     self._carry_out(manager.found(tier, found, now_s))
                 if not lookup.waiting:
                     _decide(lookup)
+
+
+def _usable(
+    chains: Sequence[GroupChain], limit_tokens: int, holders: _Holders, *, prefix: bool = False
+) -> int:
+    """The largest boundary with the blocks that are held; ``prefix``: of groups that need all."""
+    chosen = [chain for chain in chains if chain.group.keeps_prefix or not prefix]
+    there = [
+        chain.there(holders(chain.keys[: limit_tokens // chain.group.block_size]))
+        for chain in chosen
+    ]
+    return usable_boundary([chain.group for chain in chosen], there, limit_tokens)
+
+
+_BOUNDARIES = 4
+"""How many boundaries a shared tier is asked for, where groups need only blocks before one."""
+
+
+def _search(
+    chains: Sequence[GroupChain], limit_tokens: int, known: _Holders, worker: TierExecutor
+) -> list[StoredBlock]:
+    """What a shared tier has: of a prefix all, else what is needed at the last boundaries."""
+    found: list[StoredBlock] = []
+    step = alignment([chain.group for chain in chains])
+    keeping = [chain for chain in chains if chain.group.keeps_prefix]
+    for chain in keeping:
+        found += worker.probe(chain.keys[: limit_tokens // chain.group.block_size])
+    names = {block.key for block in found}
+
+    def holders(keys: Sequence[BlockKey]) -> list[int | None]:
+        return [0 if key in names else held for key, held in zip(keys, known(keys), strict=True)]
+
+    last = limit_tokens // step * step
+    if keeping:
+        last = _usable(chains, limit_tokens, holders, prefix=True)
+    for boundary in range(last, max(0, last - _BOUNDARIES * step), -step):
+        complete = True
+        for chain in chains:
+            if chain.group.keeps_prefix:
+                continue
+            group, end = chain.group, boundary // chain.group.block_size
+            wanted = range(group.first_needed(boundary), end)
+            keys = [chain.keys[number] for number in wanted if number not in chain.on_device]
+            asked = [key for key, held in zip(keys, holders(keys), strict=True) if held is None]
+            got = worker.probe(asked) if asked else []
+            found += got
+            names.update(block.key for block in got)
+            complete = complete and len({block.key for block in got}) == len(asked)
+        if complete:
+            break
+    return found
 
 
 def _decide(lookup: _Lookup) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 from attrs import define, field
 
-from commutator.contract.block import BlockDescriptor, BlockKey, CacheIdentity, RetentionHints
+from commutator.contract.block import BlockDescriptor, BlockKey, RetentionHints
 from commutator.contract.tier import Memory, Span, StoredBlock
 from commutator.errors import TierError
 from commutator_engine_kit.kv.block_manager.actions import (
@@ -23,6 +23,7 @@ from commutator_engine_kit.kv.block_manager.actions import (
     StoreBlocks,
     announced,
 )
+from commutator_engine_kit.kv.groups import KvGroup, announced_group
 from commutator_engine_kit.kv.tier_stack import TierStack, settle, uncancellable
 from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
@@ -188,14 +189,15 @@ class Stores:
     """Offloads blocks of the engine, and carries out what the block manager wants done."""
 
     def __init__(
-        self, identity: CacheIdentity, tiers: TierStack, scratch: Staging, *, at_once: bool
+        self, groups: Sequence[KvGroup], tiers: TierStack, scratch: Staging, *, at_once: bool
     ) -> None:
-        """``identity`` is that of blocks without adapter and cache salt.
+        """``groups`` are the model's kinds of KV.
 
         ``at_once``: tiers with `write: on_evict` store blocks once they are computed. ``scratch``
         is memory for copies from tier to tier.
         """
-        self._identity = identity
+        self._groups = groups
+        self._announced = announced_group(groups)
         self._tiers = tiers
         self._queue = tiers.queue
         self._scratch = scratch
@@ -212,13 +214,17 @@ class Stores:
         prompt_blocks: int | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        group: int = 0,
     ) -> list[BlockDescriptor]:
-        """Descriptors of a chain's blocks from ``first`` on, for ``offload``.
+        """Descriptors of a group's blocks from ``first`` on, for ``offload``.
 
         The blocks from ``prompt_blocks`` on belong to the answer. Blocks without ``token_ids``,
-        where only their names are known, cause no KV events.
+        where only their names are known, cause no KV events; nor do those of other groups than
+        the first that needs the whole prefix, which is the one that routers follow.
         """
-        size = self._identity.block_size
+        size = self._groups[group].block_size
+        if group != self._announced:
+            token_ids = ()
         return [
             BlockDescriptor(
                 key=keys[index],
@@ -290,7 +296,9 @@ class Stores:
         for action in actions:
             match action:
                 case Announce():
-                    self._queue.report(events=announced(action, self._identity.block_size))
+                    if self._announced is not None:
+                        size = self._groups[self._announced].block_size
+                        self._queue.report(events=announced(action, size))
                 case ReleaseSource():
                     self._queue.report(released=[self._released(key) for key in action.keys])
                 case FreeBlocks():

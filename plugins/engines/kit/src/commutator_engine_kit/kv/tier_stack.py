@@ -60,6 +60,11 @@ class OnboardTicket:
     """Index of the first block in the prompt."""
     media: tuple[str, ...] = ()
     """The medium of each block's tier, as named in KV events."""
+    boundary: int = 0
+    """Of a model with groups: where the prompt can be resumed once all blocks are loaded, or, of a
+    ticket without blocks, with what the device has; in tokens."""
+    places: tuple[tuple[int, int], ...] = ()
+    """Of a model with groups: each block's group and number in the prompt, group by group."""
 
     @property
     def blocks(self) -> int:
@@ -73,7 +78,8 @@ class FinishedOnboard:
 
     ticket: OnboardTicket
     blocks: int
-    """How many of its first blocks are on the device and verified. Compute the others."""
+    """How many of its first blocks are on the device and verified. Compute the others. Of a model
+    with groups all of them, or none."""
 
 
 @define

@@ -107,6 +107,16 @@ class BlockIndex:
             found.append((tiers & -tiers).bit_length() - 1)
         return found
 
+    def holders(self, keys: Iterable[BlockKey]) -> list[int | None]:
+        """The fastest tier of each block; None for one that no tier can load now."""
+        nodes, up = self.nodes, self.up
+        found: list[int | None] = []
+        for key in keys:
+            node = nodes.get(key)
+            tiers = 0 if node is None else node.published & up
+            found.append((tiers & -tiers).bit_length() - 1 if tiers else None)
+        return found
+
     def is_published(self, pool: TierBlockPool, key: BlockKey) -> bool:
         node = self.nodes.get(key)
         return node is not None and bool(node.published & pool.bit)

@@ -25,8 +25,11 @@ from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, Tie
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
 from commutator_engine_kit.kv.block_manager.onboard import (
+    GroupChain,
+    GroupPlan,
     OnboardPlan,
     OnboardScheduler,
+    group_blocks,
     prefetch,
 )
 
@@ -121,6 +124,27 @@ class BlockManager:
         """
         return self._loads.begin(load_id, keys, first, now_s, compute_s)
 
+    def begin_group_onboard(
+        self,
+        load_id: str,
+        chains: Sequence[GroupChain],
+        limit_tokens: int,
+        now_s: float,
+        *,
+        token_s: float | None,
+    ) -> GroupPlan:
+        """As ``begin_onboard``, for a model with several groups of KV.
+
+        Chooses a boundary of at most ``limit_tokens``, which device and tiers together can serve in
+        every group, and plans all that is needed there and is not on the device. ``token_s`` is the
+        time in which the engine computes a token of a prompt.
+        """
+        return self._loads.begin_groups(load_id, chains, limit_tokens, now_s, token_s)
+
+    def holders(self, keys: Iterable[BlockKey]) -> list[int | None]:
+        """The fastest tier that can load each block; None: none can. Changes nothing."""
+        return self._index.holders(keys)
+
     def finish_onboard(
         self,
         load_id: str,
@@ -142,7 +166,21 @@ class BlockManager:
 
         The device has the first ``first`` blocks.
         """
-        return self._settled(prefetch(self._index, self._stores, keys, first, now_s), now_s)
+        tiers = self._index.match(keys, first)
+        found = list(zip(keys[first : first + len(tiers)], tiers, strict=True))
+        return self._prefetched(found, set(keys), now_s)
+
+    def prefetch_groups(
+        self, chains: Sequence[GroupChain], limit_tokens: int, now_s: float
+    ) -> list[Action]:
+        """As ``prefetch``, what all groups need at the last boundary that they can serve."""
+        found = group_blocks(self._index, chains, limit_tokens)
+        return self._prefetched(found, {key for key, _ in found}, now_s)
+
+    def _prefetched(
+        self, found: Sequence[tuple[BlockKey, int]], spared: set[BlockKey], now_s: float
+    ) -> list[Action]:
+        return self._settled(prefetch(self._index, self._stores, found, spared, now_s), now_s)
 
     def offer(
         self, offers: Sequence[BlockDescriptor], now_s: float, *, at_once: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from attrs import define, frozen
 
@@ -12,12 +13,21 @@ from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierBlockPool, count
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
+from commutator_engine_kit.kv.groups import (
+    KvGroup,
+    alignment,
+    usable_boundaries,
+    usable_boundary,
+)
 
 __all__ = [
     "BreakEven",
+    "GroupChain",
+    "GroupPlan",
     "OnboardPlan",
     "OnboardScheduler",
     "best_prefix",
+    "group_blocks",
     "prefetch",
 ]
 
@@ -34,6 +44,36 @@ class OnboardPlan:
     """Each block and its tier; empty when no block is worth loading."""
     reason: str
     """Why no more blocks are loaded, or "everything"."""
+
+
+@frozen(kw_only=True)
+class GroupChain:
+    """A prompt's blocks in one group of layers."""
+
+    group: KvGroup
+    keys: Sequence[BlockKey]
+    """Those of the group's full blocks, from the prompt's first."""
+    on_device: Container[int] = ()
+    """The numbers of blocks that the engine's own memory has, such as a range."""
+
+    def there(self, holders: Sequence[int | None]) -> list[bool]:
+        """Of each block, whether the device or one of the tiers ``holders`` has it."""
+        return [tier is not None or number in self.on_device for number, tier in enumerate(holders)]
+
+
+@frozen(kw_only=True)
+class GroupPlan:
+    """The blocks to load, of all groups, before a prompt is computed from ``boundary`` on."""
+
+    load_id: str
+    boundary: int
+    """In tokens. Without blocks: how far the device's own serve all groups."""
+    places: tuple[tuple[int, int], ...] = ()
+    """Group and number in the prompt of each block."""
+    blocks: tuple[tuple[BlockKey, int], ...] = ()
+    """Each block and its tier."""
+    reason: str
+    """Why the boundary is not later, or "everything"."""
 
 
 @define
@@ -84,6 +124,52 @@ class OnboardScheduler:
         if planned:
             self.running[load_id] = _Running(planned, now_s)
         return OnboardPlan(load_id=load_id, blocks=planned, reason=reason)
+
+    def begin_groups(
+        self,
+        load_id: str,
+        chains: Sequence[GroupChain],
+        limit_tokens: int,
+        now_s: float,
+        token_s: float | None,
+    ) -> GroupPlan:
+        """As ``begin``, for a model with groups: chooses a boundary, and what all need there."""
+        if load_id in self.running:
+            raise ValueError(f"the load {load_id} is running: finish it first")
+        found = _Found(self.index, chains, limit_tokens)
+        missing = "everything" if found.last + found.step > limit_tokens else "nothing there"
+        if found.last <= found.on_device:
+            return GroupPlan(load_id=load_id, boundary=found.on_device, reason=missing)
+        costs = {tier: self.index.pools[tier].speed.cost for tier in found.tiers}
+        boundary, reason = found.cheapest(costs, token_s), missing
+        if boundary < found.last:
+            reason = "slower than recompute"
+            boundary = self._group_probe(found, boundary, now_s)
+            counted = Counter(found.loads(found.last)) - Counter(found.loads(boundary))
+            for tier, left in counted.items():
+                count(self.index.pools[tier].counts.not_loaded, reason, left)
+        places = found.places(boundary) if boundary > found.on_device else []
+        planned = tuple((chains[group].keys[n], tier) for group, n, tier in places)
+        for key, tier in planned:
+            self.index.pools[tier].pin(key)
+        if planned:
+            self.running[load_id] = _Running(planned, now_s)
+        return GroupPlan(
+            load_id=load_id,
+            boundary=boundary,
+            places=tuple((group, n) for group, n, _ in places),
+            blocks=planned,
+            reason=reason,
+        )
+
+    def _group_probe(self, found: _Found, chosen: int, now_s: float) -> int:
+        """The boundary to load up to, where that measures a slow tier again; else ``chosen``."""
+        for boundary in found.boundaries:
+            if boundary > chosen:
+                tiers = sorted(set(found.loads(boundary)))
+                if any(self._is_due(tier, now_s) for tier in tiers):
+                    return boundary
+        return chosen
 
     def finish(
         self,
@@ -139,16 +225,21 @@ class OnboardScheduler:
         """The number of blocks to load in order to measure a slow tier again, and that tier."""
         for position in range(chosen, len(tiers)):
             tier = tiers[position]
-            measured_s = self.index.pools[tier].speed.measured_s
-            last_s = max(
-                self._probed_s.get(tier, float("-inf")),
-                float("-inf") if measured_s is None else measured_s,
-            )
-            if now_s - last_s < self._probe_interval_s:
-                continue
-            self._probed_s[tier] = now_s
-            return min(len(tiers), position + PROBE_BLOCKS), tier
+            if self._is_due(tier, now_s):
+                return min(len(tiers), position + PROBE_BLOCKS), tier
         return None
+
+    def _is_due(self, tier: int, now_s: float) -> bool:
+        """Whether a slow tier is to be measured again; notes that it is."""
+        measured_s = self.index.pools[tier].speed.measured_s
+        last_s = max(
+            self._probed_s.get(tier, float("-inf")),
+            float("-inf") if measured_s is None else measured_s,
+        )
+        if now_s - last_s < self._probe_interval_s:
+            return False
+        self._probed_s[tier] = now_s
+        return True
 
     def _miss_reason(self, keys: Sequence[BlockKey], position: int) -> str:
         if position >= len(keys):
@@ -162,6 +253,78 @@ class OnboardScheduler:
             count(pool.counts.not_loaded, "tier is down")
             return f"{pool.spec.name} is down"
         return "being stored" if node.staged else "being evicted"
+
+
+class _Found:
+    """What device and tiers have of a prompt's groups, and what loading it costs."""
+
+    def __init__(self, index: BlockIndex, chains: Sequence[GroupChain], limit_tokens: int) -> None:
+        self._chains = chains
+        groups = [chain.group for chain in chains]
+        self.step = alignment(groups)
+        self._holders = [
+            index.holders(chain.keys[: limit_tokens // chain.group.block_size]) for chain in chains
+        ]
+        nowhere = [[None] * len(held) for held in self._holders]
+        device = [chain.there(held) for chain, held in zip(chains, nowhere, strict=True)]
+        there = [chain.there(held) for chain, held in zip(chains, self._holders, strict=True)]
+        self.on_device = usable_boundary(groups, device, limit_tokens)
+        """The boundary that the device serves alone."""
+        usable = usable_boundaries(groups, there, limit_tokens)
+        self.boundaries = sorted(at for at in usable if at > self.on_device)
+        """Those that tiers serve beyond it, the first one first."""
+        self.last = self.boundaries[-1] if self.boundaries else self.on_device
+        self._loaded = [
+            [None if number in chain.on_device else tier for number, tier in enumerate(held)]
+            for chain, held in zip(chains, self._holders, strict=True)
+        ]
+        self.tiers = sorted({t for held in self._loaded for t in held if t is not None})
+        self._counts = {
+            tier: [[0, *accumulate(t == tier for t in held)] for held in self._loaded]
+            for tier in self.tiers
+        }
+
+    def places(self, boundary: int) -> list[tuple[int, int, int]]:
+        """Group, number and tier of each block to load for a boundary."""
+        return [
+            (group, number, tier)
+            for group, chain in enumerate(self._chains)
+            for number in _needed(chain.group, boundary)
+            if (tier := self._loaded[group][number]) is not None
+        ]
+
+    def loads(self, boundary: int) -> dict[int, int]:
+        """How many blocks each tier loads for a boundary."""
+        found = {}
+        for tier, counts in self._counts.items():
+            ranges = [_needed(chain.group, boundary) for chain in self._chains]
+            blocks = sum(
+                sums[needed.stop] - sums[needed.start]
+                for sums, needed in zip(counts, ranges, strict=True)
+            )
+            if blocks:
+                found[tier] = blocks
+        return found
+
+    def cheapest(self, costs: Mapping[int, LoadCost | None], token_s: float | None) -> int:
+        """The boundary from which loading and computing the rest take the least time.
+
+        As ``best_prefix``: tiers load in parallel, and one of unknown cost counts as free.
+        """
+        if token_s is None:
+            return self.last
+        best, least = self.on_device, (self.last - self.on_device) * token_s
+        for boundary in self.boundaries:
+            known = ((costs[tier], blocks) for tier, blocks in self.loads(boundary).items())
+            load_s = max((c.of(n) for c, n in known if c is not None), default=0.0)
+            total = load_s + (self.last - boundary) * token_s
+            if total <= least:
+                best, least = boundary, total
+        return best
+
+
+def _needed(group: KvGroup, boundary: int) -> range:
+    return range(group.first_needed(boundary), boundary // group.block_size)
 
 
 def _slower(gate: BreakEven, found: int) -> str:
@@ -211,20 +374,22 @@ _MOST_SHARE = 0.25
 
 
 def prefetch(
-    index: BlockIndex, stores: OffloadScheduler, keys: Sequence[BlockKey], first: int, now_s: float
+    index: BlockIndex,
+    stores: OffloadScheduler,
+    blocks: Iterable[tuple[BlockKey, int]],
+    spared: Collection[BlockKey],
+    now_s: float,
 ) -> list[Action]:
-    """Copy a chain's blocks from slower tiers to the fastest writable tier.
+    """Copy blocks, each with its tier, from slower tiers to the fastest writable tier.
 
-    The sources keep their copies. No block of the chain is evicted for another.
+    The sources keep their copies. No block of ``spared``, the prompt's, is evicted for another.
     """
     target = _target(index)
     if target is None:
         return []
     actions: list[Action] = []
-    spared = set(keys)
     room = int(_MOST_SHARE * target.capacity) - target.staged - len(target.waiting)
-    tiers = index.match(keys, first)
-    for key, tier in zip(keys[first : first + len(tiers)], tiers, strict=True):
+    for key, tier in blocks:
         if room <= 0:
             break
         source = index.pools[tier]
@@ -235,6 +400,14 @@ def prefetch(
             room -= 1
     stores.settle(now_s, actions, spared)
     return actions
+
+
+def group_blocks(
+    index: BlockIndex, chains: Sequence[GroupChain], limit_tokens: int
+) -> list[tuple[BlockKey, int]]:
+    """What tiers have of the blocks that are needed at the last boundary which can be served."""
+    found = _Found(index, chains, limit_tokens)
+    return [(chains[group].keys[n], tier) for group, n, tier in found.places(found.last)]
 
 
 def _target(index: BlockIndex) -> TierBlockPool | None:
