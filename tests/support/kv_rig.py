@@ -24,6 +24,7 @@ from commutator.contract.tier import Memory, TierConfig
 from commutator.contract.worker import TierState
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema import structure
+from commutator_engine_kit.kv import GroupChain, KvGroup
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
 from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
@@ -125,6 +126,7 @@ class KvRig:
         block_bytes: int = BLOCK_BYTES,
         pieces: int = 1,
         wake: Callable[[], None] = lambda: None,
+        groups: Sequence[KvGroup] = (),
         start: bool = True,
     ) -> None:
         """With several ``pieces`` of a block, tiers have them in another order than the engine."""
@@ -138,6 +140,7 @@ class KvRig:
             worker_id="rig",
             reports_evictions=True,
             wake=wake,
+            groups=groups,
         )
         self.free = list(range(blocks))
         self.lent: Counter[int] = Counter()
@@ -156,12 +159,6 @@ class KvRig:
         adapter: str | None = None,
     ) -> None:
         """Compute a chain and offload it."""
-        blocks = [self._take() for _ in keys]
-        for key, block in zip(keys, blocks, strict=True):
-            self._memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content(
-                key, self.block_bytes
-            )
-        self.lent.update(blocks)
         offers = [
             BlockDescriptor(
                 key=key,
@@ -172,6 +169,16 @@ class KvRig:
             )
             for index, key in enumerate(keys)
         ]
+        self.offload_as(offers, evicting=evicting)
+
+    def offload_as(self, offers: Sequence[BlockDescriptor], *, evicting: bool = False) -> None:
+        """Compute and offload blocks."""
+        blocks = [self._take() for _ in offers]
+        for offer, block in zip(offers, blocks, strict=True):
+            self._memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content(
+                offer.key, self.block_bytes
+            )
+        self.lent.update(blocks)
         connector = self.connector
         (connector.stores.offload_evicted if evicting else connector.stores.offload)(offers, blocks)
 
@@ -196,6 +203,27 @@ class KvRig:
         self.loads[ticket.id] = ticket, list(keys[:count]), blocks
         self.connector.loads.onboard(ticket, blocks)
         return ticket.id
+
+    def load_groups(
+        self, chains: Sequence[GroupChain], limit_tokens: int
+    ) -> tuple[OnboardTicket, bool]:
+        """Load what all need at the last boundary that all can serve; whether it is good."""
+        planned = self.connector.lookups.plan_groups(chains, limit_tokens)
+        self.wait_for(planned.done)
+        ticket = planned.result()
+        if not ticket.places:
+            return ticket, True
+        blocks: list[list[int]] = [[] for _ in chains]
+        for group, _ in ticket.places:
+            blocks[group].append(self._take())
+        flat = [block for those in blocks for block in those]
+        self.lent.update(flat)
+        keys = [chains[group].keys[number] for group, number in ticket.places]
+        self.loads[ticket.id] = ticket, keys, flat
+        loaded = self.connector.loads.onboard_groups(ticket, blocks)
+        self.wait_for(lambda: ticket.id in self.finished and loaded.done())
+        assert set(loaded.result()) == {self.finished[ticket.id] > 0}
+        return ticket, self.finished[ticket.id] == len(keys)
 
     def cancel(self, load_id: str) -> None:
         self.connector.loads.cancel(self.loads[load_id][0])

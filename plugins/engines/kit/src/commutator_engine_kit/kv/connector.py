@@ -81,9 +81,9 @@ class KvConnector:
         ``{worker}`` in the tiers' options; it is unique among the processes that run at a time.
         ``groups`` are the model's kinds of KV, whose blocks share the arena; without, all layers
         read every token. ``reports_evictions``: the engine calls ``stores.offload_evicted`` before
-        it reuses a block;
-        without that, tiers with `write: on_evict` store blocks once they are computed. ``wake`` is
-        called, from any thread and with no lock held, when ``poll`` has news or a future is done.
+        it reuses a block; without that, tiers with `write: on_evict` store blocks once they are
+        computed. ``wake`` is called, from any thread and with no lock held, when ``poll`` has news
+        or a future is done.
         """
         self.identity = identity
         self.groups = tuple(groups) or whole(identity.block_size, arena.block_bytes)
