@@ -46,9 +46,14 @@ class TestAnthropic(ProtocolContract):
         bufs: dict[int, bytes] = {}
         complete = False
         for block in sent.decode().split("\n\n")[:-1]:
+            if block.startswith(":"):
+                continue
             name, data = block.split("\n", 1)
             event = json.loads(data.removeprefix("data: "))
             assert name == f"event: {event['type']}"
+            if event["type"] == "ping":
+                assert message is not None
+                continue
             if event["type"] == "error":
                 break
             complete = event["type"] == "message_stop"

@@ -45,7 +45,7 @@ class TestOpenAi(ProtocolContract):
         return said
 
     def read_stream(self, sent: bytes) -> tuple[Said, bool]:
-        events = [line.removeprefix("data: ") for line in sent.decode().split("\n\n") if line]
+        events = [line.removeprefix("data: ") for line in _blocks(sent)]
         complete = events[-1] == "[DONE]"
         said: dict[int, dict[str, Any]] = {}
         for event in events[: len(events) - complete]:
@@ -79,6 +79,11 @@ class TestOpenAi(ProtocolContract):
                 "finish": choice["finish_reason"],
             })  # fmt: skip
         return said
+
+
+def _blocks(sent: bytes) -> list[str]:
+    """Server-sent events without comments."""
+    return [one for one in sent.decode().split("\n\n") if one and not one.startswith(":")]
 
 
 def _nothing() -> dict[str, Any]:

@@ -58,7 +58,7 @@ def make_writer(*, logprobs: bool = False, **fields: Any) -> ResponseWriter:
 
 def events_of(sent: bytes) -> list[dict[str, Any]]:
     """Each checked: its name, its type, its number."""
-    *blocks, done, rest = sent.decode().split("\n\n")
+    *blocks, done, rest = sent.decode().replace(": ping\n\n", "").split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     events = []
     for number, block in enumerate(blocks):

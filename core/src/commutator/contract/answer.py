@@ -155,6 +155,9 @@ class AnswerWriter(ABC):
     """The content type of a streamed answer."""
     whole_type: str = "application/json; charset=utf-8"
     """The content type of a whole answer."""
+    ping: bytes = b""
+    """May be sent in a stream between any two pieces, and before the first; it says nothing. Empty:
+    nothing is sent, however long the silence."""
 
     @abstractmethod
     def stream(self, batch: Batch) -> bytes:

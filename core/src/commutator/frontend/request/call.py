@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from multidict import istr
 
-from commutator.contract.answer import Failure
+from commutator.contract.answer import AnswerWriter, Failure
 from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Principal
@@ -146,6 +146,12 @@ class Call(ABC):
     ) -> None:
         """Answer with all ``parts``. The list is given up as it is sent."""
 
+    def will_stream(self, writer: AnswerWriter) -> None:
+        """An answer in pieces is to come. Until it ends the door may send ``writer.ping``.
+
+        Doors that need no such thing do nothing.
+        """
+
     @abstractmethod
     async def begin(
         self,
@@ -154,7 +160,7 @@ class Call(ABC):
         *,
         failed: Callable[[Failure], bytes] | None = None,
     ) -> None:
-        """Begin an answer in pieces. Its headers are sent with the first piece.
+        """Begin an answer in pieces. Its headers are sent with its first piece or ping.
 
         ``failed`` says what ends it if it fails after that; without, the connection is closed.
         """

@@ -71,6 +71,8 @@ async def answer(
             call.ticket = await services.request_limiter.admit(
                 call.principal, plan.prompt_tokens, len(plan.requests), stated
             )
+        if asked.stream:
+            call.will_stream(writer)
         try:
             async with Generation(
                 services.dispatcher,

@@ -84,7 +84,7 @@ def build_local_app(
     local_socket: str,
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
-    parts = DoorParts(config, services, services.gate, protocols)
+    parts = DoorParts(config, services, services.gate, protocols, is_local=True)
     return _app(parts, protocols, local_socket, {"act": own_user, "watch": own_user})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
@@ -21,7 +22,7 @@ from aiohttp.typedefs import Handler
 from attrs import frozen
 from multidict import CIMultiDictProxy, istr
 
-from commutator.contract.answer import Failure
+from commutator.contract.answer import AnswerWriter, Failure
 from commutator.contract.protocol import MountedProtocol
 from commutator.errors import RequestError
 from commutator.frontend import Call, FrontendServices, Gate, rate_limits
@@ -30,7 +31,9 @@ from commutator_http.config import HttpConfig
 from commutator_http.connections import Strangers
 from commutator_http.cors import Cors
 from commutator_http.health import OPERATIONS_PATHS, PROBE_PATHS
+from commutator_http.hosts import Hosts
 from commutator_http.inflate import CODINGS, InflateError, Inflater
+from commutator_http.silence import Silences
 
 __all__ = [
     "CALL",
@@ -99,9 +102,13 @@ class DoorParts:
         protocols: Sequence[MountedProtocol] = (),
         *,
         identifies: bool = False,
+        is_local: bool = False,
         cors: Cors | None = None,
     ) -> None:
-        """``identifies``: whether clients must say who they are, but on the paths of ``files``."""
+        """``identifies``: whether clients must say who they are, but on the paths of ``files``.
+
+        ``is_local``: they come over a Unix socket, which no page of a browser reaches.
+        """
         self.services = services
         self.gate = gate
         self.max_body_bytes = config.max_body_bytes
@@ -126,6 +133,10 @@ class DoorParts:
         """Paths that need no key: of probes, and of files without any data of the deployment. Also
         where there is no page: a browser sends no key, and hears so."""
         self.strangers = Strangers()
+        self.silences = Silences(config.ping_s)
+        names = Hosts(config.allowed_hosts)
+        self.hosts = None if identifies or is_local or names.all else names
+        """Checks whom requests were meant for, where no key says who sends them."""
 
 
 DOOR: web.AppKey[DoorParts] = web.AppKey("door", DoorParts)
@@ -166,7 +177,10 @@ class HttpCall(Call):
     sent = False
     """Its last bytes are the network's: a client that leaves from then on may have read it."""
     headers: CIMultiDictProxy[str]
+    spoke_s = 0.0
+    """When the last piece of a stream was sent, by ``time.perf_counter``."""
     _failed: Callable[[Failure], bytes] | None = None
+    _streamed: AnswerWriter | None = None
 
     def __init__(
         self,
@@ -306,6 +320,25 @@ class HttpCall(Call):
             await asyncio.sleep(0)  # a client that reads fast does not keep the others waiting
         await response.write_eof()
 
+    def will_stream(self, writer: AnswerWriter) -> None:
+        if writer.ping:
+            self._streamed, self.spoke_s = writer, self.arrived_s
+            self.parts_of_door.silences.watch(self)
+
+    async def ping(self) -> None:
+        """Send the writer's ping, unless the client has still to read what was sent."""
+        writer, transport = self._streamed, self.request.transport
+        if writer is None or self.ended or transport is None or transport.get_write_buffer_size():
+            return
+        if self.response is None:
+            await self.begin(writer.stream_type, failed=writer.stream_failed)
+        await self.write(writer.ping)
+
+    def settle(self) -> None:
+        if self._streamed is not None:
+            self.parts_of_door.silences.forget(self)
+        super().settle()
+
     async def begin(
         self,
         content_type: str,
@@ -313,6 +346,8 @@ class HttpCall(Call):
         *,
         failed: Callable[[Failure], bytes] | None = None,
     ) -> None:
+        if self.response is not None:
+            return  # with a ping
         self._failed = failed
         response = self.response = _Response(status=status)
         response.headers[hdrs.CONTENT_TYPE] = content_type
@@ -330,6 +365,7 @@ class HttpCall(Call):
         assert response is not None, "begin comes first"
         if not response.prepared:
             await self._start(response)
+        self.spoke_s = time.perf_counter()
         if len(data) <= _PART_BYTES:
             await response.write(data)
         else:

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://((?:[a-z0-9_.-]+|\[[0-9a-f:.]+\]))(?::([0-9]+))?")
+_HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _USUAL_PORTS = {"http": "80", "https": "443"}
 
 
@@ -68,6 +69,12 @@ def _are_origins(_: object, _field: Attribute[Any], value: tuple[str, ...]) -> N
         raise ValueError("; ".join(problems))
 
 
+def _are_hosts(_: object, _field: Attribute[Any], value: tuple[str, ...]) -> None:
+    for host in value:
+        if host != "*" and not _HOST.fullmatch(host):
+            raise ValueError(f'"{host}" is no name: write it as "llm.example", without a port')
+
+
 @frozen(kw_only=True)
 class HttpConfig(DoorConfig):
     """HTTP/1.1, with or without TLS."""
@@ -87,6 +94,12 @@ class HttpConfig(DoorConfig):
         "connection is closed. An answer that is still being generated has the deadline of its "
         "request, too, and no other.",
         60.0,
+    )
+    ping_s: PositiveSeconds = setting(
+        "Seconds without a piece of a stream after which its client is sent one that says nothing, "
+        "so that proxies do not cut a silent connection. A ping begins the answer: a failure after "
+        "it ends a stream whose status was 200.",
+        10.0,
     )
     max_connections: PositiveInt = setting(
         "Connections of clients to one front-door process. When there are more, the one that has "
@@ -118,6 +131,14 @@ class HttpConfig(DoorConfig):
         'Browser origins that may call, such as "https://chat.example"; "*" allows every one.',
         (),
         validator=_are_origins,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        "Names by which clients may call a door that asks for no key, as in the header Host: so no "
+        "page of another site uses it under a name that its owner let point here. IP addresses, "
+        'names without a dot, and those that end in ".local", ".localhost" or ".internal" always '
+        'may; "*" allows every one.',
+        (),
+        validator=_are_hosts,
     )
     tls: TlsConfig | None = setting("Serve HTTPS.", None)
 

@@ -96,6 +96,8 @@ async def _exchange(
     code = _CLIENT_GONE
     try:
         try:
+            if call.parts_of_door.hosts is not None:
+                call.parts_of_door.hosts.check(call.headers.get(hdrs.HOST))
             if call.method == "POST" and hdrs.ORIGIN in call.headers:
                 call.check_origin()
             if route is None:

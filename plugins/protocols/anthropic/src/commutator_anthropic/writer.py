@@ -57,6 +57,8 @@ def error_body(failure: Failure) -> dict[str, Any]:
 class MessageWriter(AnswerWriter):
     """Streams events block by block, or keeps the blocks for one message."""
 
+    ping = b": ping\n\n"  # a comment, as the first event is message_start
+
     def __init__(
         self, request_id: str, model: str, prompt_tokens: int, *, fills_context: bool = False
     ) -> None:
@@ -116,6 +118,7 @@ class MessageWriter(AnswerWriter):
 
     def _start(self) -> bytes:
         self._begun = True
+        self.ping = _event({"type": "ping"})
         used = Usage(prompt_tokens=self._prompt_tokens, completion_tokens=0, cached_tokens=0)
         return _event({"type": "message_start", "message": self._message([], _usage(used))})
 

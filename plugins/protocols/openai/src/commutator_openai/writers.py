@@ -160,6 +160,7 @@ def _inside(entries: Iterable[Any]) -> bytes:
 class _Writer(AnswerWriter):
     """The JSON around one request's events."""
 
+    ping = b": ping\n\n"
     answer_class: ClassVar[Callable[..., Any]]
     answer_name: str
     chunk_name: str

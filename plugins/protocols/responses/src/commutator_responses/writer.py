@@ -147,6 +147,7 @@ class ResponseWriter(AnswerWriter):
         """``key`` makes ids; ``echo`` are the fields of the response that repeat the request."""
         self._head, self._tail = (b"", b"\n") if in_lines else (b"event: %b\ndata: ", b"\n\n")
         self._done = b"" if in_lines else DONE
+        self.ping = b"" if in_lines else b": ping\n\n"
         self._key = key
         self._toolbox = toolbox
         self._token_text = plan.text.token_text

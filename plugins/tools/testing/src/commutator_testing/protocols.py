@@ -195,7 +195,10 @@ class ProtocolContract:
 
     def _streamed(self, writer: AnswerWriter, recorded: Recorded, size: int) -> Said:
         batches = [recorded[at : at + size] for at in range(0, len(recorded), size)]
-        sent = b"".join(map(writer.stream, batches)) + writer.stream_end(USAGE)
+        sent = writer.ping  # as a door sends it that has waited
+        for batch in batches:
+            sent += writer.stream(batch) + writer.ping
+        sent += writer.stream_end(USAGE)
         said, complete = self.read_stream(sent)
         assert complete
         return self.can_say(writer, said)
