@@ -49,6 +49,15 @@ PYTHON = {
     "llm": {"llm": "0.36"},
     "guidellm": {"guidellm": "0.8.1", "torch": "2.13.0"},
     "aiperf": {"aiperf": "0.13.0"},
+    "embeddings": {
+        "openai": "3.57.0",
+        "langchain-openai": "1.7.4",
+        "langchain-community": "0.4.2",
+        "llama-index-embeddings-openai-like": "0.4.0",
+        "llama-index-postprocessor-jinaai-rerank": "0.6.0",
+        "cohere": "7.3.1",
+        "jina-cli": "0.3.0",
+    },
     "lm_eval": {"lm-eval[api]": "0.4.13", "transformers": "5.24.0"},
 }
 _UV = "uv"

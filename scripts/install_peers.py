@@ -34,6 +34,10 @@ PEERS = {
 }
 # Needed by no test. Of what LMCache requires, only what its local backends import.
 BENCHED = {
+    ".venv-sentence-transformers": (
+        ["torch==2.13.0", "sentence-transformers==6.2.0"],
+        "import sentence_transformers",
+    ),
     ".venv-lmcache": (
         [
             "torch==2.13.0",

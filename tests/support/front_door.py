@@ -26,7 +26,7 @@ from commutator.contract.request import (
     TokenLogprob,
 )
 from commutator.contract.routing import Candidate, Decision, WorkerLoad, on_device
-from commutator.contract.worker import EngineLoad
+from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.errors import EngineError
 from commutator.frontend import Forward, FrontendServices
 from commutator.frontend.limits import ConcurrencyLimiter
@@ -52,6 +52,7 @@ __all__ = [
     "FakeDispatcher",
     "FrontDoor",
     "answer",
+    "engine_info",
     "fallback_route",
     "front_door",
     "frontend_config",
@@ -109,6 +110,12 @@ def _delta(request: GenerateRequest, ids: Sequence[int]) -> TokenDelta:
     return TokenDelta(token_ids=tuple(ids), logprobs=logprobs)
 
 
+def engine_info(**values: Any) -> EngineInfo:
+    """A worker of a kind `fake`, which generates if ``values`` do not say otherwise."""
+    common = {"kind": "fake", "version": "1", "model": MODEL, "max_model_len": 8192}
+    return EngineInfo(**{**common, "block_size": 16, "kv_capacity_blocks": 0, **values})
+
+
 @define
 class FakeDispatcher:
     """Answers every request by ``script``, a delta each ``delay_s``, and notes what it is asked."""
@@ -142,6 +149,8 @@ class FakeDispatcher:
     """Requests neither finished nor closed."""
     taken: int = 0
     """Deltas of all requests."""
+    workers: list[EngineInfo] = field(factory=lambda: [engine_info()])
+    """What the workers say of themselves."""
 
     def models(self) -> Sequence[str]:
         return [MODEL]
@@ -160,6 +169,9 @@ class FakeDispatcher:
 
     def forwards(self, model: str) -> bool:
         return False
+
+    def infos(self, model: str) -> list[EngineInfo]:
+        return self.workers
 
     async def forward(
         self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER

@@ -123,7 +123,7 @@ class ModelConfig:
     name: str = setting("The name that clients give in `model`.", validator=_is_a_name)
     source: str = setting(
         "A .gguf file, a Hugging Face directory, package:NAME for an installed Python package that "
-        "ships one .gguf file, or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, which "
+        "ships one of either, or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, which "
         "`commutator serve` downloads once."
     )
     chat_template: str | None = setting(

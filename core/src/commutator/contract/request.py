@@ -22,6 +22,7 @@ __all__ = [
     "GenerateRequest",
     "KvRetention",
     "MediaIdentity",
+    "Pooling",
     "RequestOutcome",
     "RequestSummary",
     "SamplingParams",
@@ -193,6 +194,22 @@ class MediaIdentity:
             raise ValueError(f"media: no place in a prompt: {self.tokens} tokens at {self.start}")
 
 
+@frozen(kw_only=True)
+class Pooling:
+    """What is asked of inputs to which nothing is generated: vectors, scores or classes."""
+
+    operation: str
+    """``Operation.EMBED``, ``TOKEN_EMBED``, ``SCORE`` or ``CLASSIFY``."""
+    lengths: tuple[int, ...]
+    """The tokens of each input, at least 1; they follow one another in the ``token_ids``."""
+    firsts: tuple[int, ...] = ()
+    """Where inputs are pairs of texts, the tokens of each that belong to its first text."""
+    dimensions: int | None = None
+    """Vectors are cut to this length, then normalized; None: they stay whole."""
+    activation: bool = True
+    """Whether vectors are normalized, and scores squashed, as the model's own pipeline does."""
+
+
 MAX_SESSION_CHARS = 256
 """Longest ``GenerateRequest.session``."""
 
@@ -249,6 +266,8 @@ class GenerateRequest:
 
     The engine's ``HandoverStyle`` makes it; no other code reads it.
     """
+    pooling: Pooling | None = None
+    """What to do instead of generating; None: generate. Only tokens and priority count then."""
     retention: tuple[KvRetention, ...] = ()
     """Blocks to retain longer than others; the strongest applies where several cover a block."""
     options: Mapping[str, Any] = field(factory=dict)
@@ -266,6 +285,7 @@ class GenerateRequest:
             and not self.media
             and not self.options
             and self.prompt_logprobs is None
+            and self.pooling is None
         )
 
     @property
@@ -308,6 +328,9 @@ class TokenDelta:
     """Prompt tokens found in the KV cache; set on one delta, the first with which it is known."""
     handover: Mapping[str, Any] | None = None
     """On the last delta of a prefill: the ``handed`` of ``HandoverStyle.decode_request``."""
+    vectors: bytes = b""
+    """Of a ``Pooling``, on its only delta: little-endian float32, a row of equal length for each
+    input, or for each token of a ``TOKEN_EMBED``."""
     error: str | None = None
     """Set with ``FinishReason.ERROR``: what went wrong."""
     handover_failed: bool = False

@@ -126,6 +126,8 @@ class EngineInfo:
     """How it shares KV blocks with other workers; None: it does not."""
     operations: tuple[str, ...] = (Operation.GENERATE,)
     """What it can be asked, in words of ``Operation``."""
+    labels: tuple[str, ...] = ()
+    """The classes of a ``CLASSIFY``, in order; empty: they have no names."""
     constraints: tuple[str, ...] = ()
     """The kinds of ``Constraint`` that it enforces."""
     adapters: bool = False
@@ -142,10 +144,10 @@ class EngineInfo:
 
         A client of an engine refuses what is unmet, and front doors do so before they route.
         """
-        if Operation.GENERATE not in self.operations:
-            return RequestError(
-                f"{self.kind} does not generate: it can {', '.join(self.operations)}"
-            )
+        asked = Operation.GENERATE if request.pooling is None else request.pooling.operation
+        if asked not in self.operations:
+            can = ", ".join(self.operations)
+            return RequestError(f"{self.kind} does not {asked}: it can {can}", "model")
         if request.is_plain:
             return None
         constraint, adapter = request.constraint, request.adapter

@@ -128,6 +128,7 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
         cached_tokens=extras.get("cached"),
         error=extras.get("error"),
         handover=extras.get("handover"),
+        vectors=extras.get("vectors", b""),
         handover_failed=extras.get("handover_failed", False),
     )
 
@@ -181,6 +182,8 @@ class Codec:
             extras["stop"] = delta.stop_reason
         if delta.cached_tokens is not None:
             extras["cached"] = delta.cached_tokens
+        if delta.vectors:
+            extras["vectors"] = delta.vectors
         if delta.error is not None:
             extras["error"] = delta.error
         if delta.handover is not None:
@@ -220,7 +223,7 @@ class _Prompt5:
 _SAME = tuple(
     name for name in _Request5.__annotations__ if name not in ("token_ids", "lora_name", "extra")
 )
-_NOT_IN_5 = ("adapter", "constraint", "media", "options", "prompt_logprobs")
+_NOT_IN_5 = ("adapter", "constraint", "media", "options", "pooling", "prompt_logprobs")
 """What an answer would be wrong without; a session is a hint."""
 _FINISHES_NOT_IN_5 = (FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER)
 _decoder_5 = msgspec.msgpack.Decoder(tuple[_Request5, bytes])
@@ -378,6 +381,7 @@ def merge(deltas: deque[TokenDelta]) -> TokenDelta:
         stop_reason=last.stop_reason,
         cached_tokens=cached,
         handover=last.handover,
+        vectors=last.vectors,
         error=last.error,
         handover_failed=last.handover_failed,
     )

@@ -289,8 +289,8 @@ class Dispatch:
     def _begin(self, request: GenerateRequest, placement: Placement) -> None:
         """Send the request to its worker, after a prefill elsewhere if the policy decides so."""
         routing, pool = self._routing, self._routing.prefill
-        if request.prompt_logprobs is not None:  # the worker computes all of the prompt
-            pool = None
+        if request.prompt_logprobs is not None or request.pooling is not None:
+            pool = None  # the worker computes all of the prompt
         decision = self._disagg = (
             None if pool is None else pool.decide(self.summary, request, placement)
         )

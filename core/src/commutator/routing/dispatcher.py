@@ -13,7 +13,7 @@ from commutator.contract.engine import EngineClient
 from commutator.contract.observer import Observer
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest, RequestSummary
 from commutator.contract.tuning import Trial
-from commutator.contract.worker import EngineLoad
+from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import QueueState, WorkerCompatibility
@@ -237,6 +237,10 @@ class Dispatcher:
             self._on_placed(summary, placement, dispatch.separate)
         self._host.answer_begun(summary, dispatch)
         return dispatch
+
+    def infos(self, model: str) -> list[EngineInfo]:
+        """What the workers that can take requests for this model say of themselves."""
+        return [worker.record.info for worker in self._workers.routable(model)]
 
     def forwards(self, model: str) -> bool:
         """Whether a worker takes requests for this model as clients send them."""

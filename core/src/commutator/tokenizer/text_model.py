@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -267,6 +268,8 @@ class TokenBytes:
     table: tuple[bytes, ...]
     leading_space: bool
     """The tokenizer puts one space before a whole text (SentencePiece)."""
+    lossy: bool = False
+    """It drops characters, so that the length of a text says nothing of its number of tokens."""
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
@@ -279,18 +282,21 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
     kinds = [step["type"] for step in steps_of(decoder, "decoders")]
     if "ByteLevel" in kinds:
         convert, leading_space = _byte_level_bytes, False
-    elif "ByteFallback" in kinds:
-        convert, leading_space = _byte_fallback_bytes, "Strip" in kinds
+    elif "ByteFallback" in kinds or "Metaspace" in kinds:
+        convert, leading_space = _byte_fallback_bytes, {"Strip", "Metaspace"} & {*kinds} != set()
+    elif "WordPiece" in kinds:
+        convert, leading_space = _word_piece_bytes, True
     else:
+        known = "byte-level, byte-fallback, Metaspace or WordPiece"
         raise ConfigError(
-            [f"expected a byte-level or byte-fallback decoder, found {kinds or 'none'}"],
+            [f"expected a {known} decoder, found {kinds or 'none'}"],
             "tokenizer",
         )
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = convert(token)
-    return TokenBytes(tuple(table), leading_space)
+    return TokenBytes(tuple(table), leading_space, not {"ByteLevel", "ByteFallback"} & {*kinds})
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -319,6 +325,10 @@ def _byte_fallback_bytes(token: str) -> bytes:
     if byte := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(byte[1], 16)])
     return token.replace(_SPACE_MARK, " ").encode()
+
+
+def _word_piece_bytes(token: str) -> bytes:
+    return (token[2:] if token.startswith("##") else f" {token}").encode()
 
 
 class StopMatcher:
@@ -402,7 +412,8 @@ class TextModel:
         self.defaults = AnswerDefaults()
         """How answers are chosen where a request does not say it."""
         self._bytes = token_bytes(tokenizer)
-        self.longest_token_bytes = max(map(len, self._bytes.table), default=1) or 1
+        longest = max(map(len, self._bytes.table), default=1) or 1
+        self.longest_token_bytes = sys.maxsize if self._bytes.lossy else longest
         """Bytes of the longest token: a text has at least its length divided by this as tokens."""
         self.special_ids = frozenset(
             token_id

@@ -14,6 +14,7 @@ from itertools import islice
 from attrs import Factory, define, evolve, field, frozen
 
 from commutator.contract.block import BlockStored, CacheLevel
+from commutator.contract.capability import Operation
 from commutator.contract.event_bus import EventBus
 from commutator.contract.request import GenerateRequest
 from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
@@ -160,7 +161,8 @@ class KvIndexer:
             )
             info = evolve(info, kv_events=None)
         endpoint = info.kv_events.endpoint if info.kv_events is not None else None
-        health = EventHealth(worker_id, endpoint, self.index.block_size, expects_events=enabled)
+        expected = enabled and Operation.GENERATE in info.operations
+        health = EventHealth(worker_id, endpoint, self.index.block_size, expects_events=expected)
         worker = self._workers[worker_id] = _Worker(info, health)
         try:
             self._subscribe(worker_id, worker)

@@ -49,6 +49,9 @@ def _room_for_the_batch(config: SimConfig, _field: Attribute[Any], tokens: int) 
         )
 
 
+_Operation = Literal["generate", "embed", "token_embed", "score", "classify"]
+
+
 @frozen(kw_only=True)
 class ScriptedAnswer:
     """What the model says to some prompts."""
@@ -112,6 +115,15 @@ class SimConfig(EngineConfig):
         "is the prompt again, or a made-up one that follows.",
         (),
     )
+    operations: tuple[_Operation, ...] = setting(
+        "What the workers can be asked; all but generate is answered by made-up numbers that are "
+        "always the same for the same tokens.",
+        ("generate",),
+    )
+    embedding_dimensions: PositiveInt = setting(
+        "Numbers in a vector; requests may ask for fewer.", 384
+    )
+    labels: tuple[str, ...] = setting("The classes of workers that classify.", ("no", "yes"))
     burst_tokens: PositiveInt = setting(
         "At unlimited speed: engine steps made before their tokens are sent. A request's tokens "
         "come in bursts of at most this number.",

@@ -14,7 +14,14 @@ from importlib.metadata import version
 
 from attrs import define, evolve
 
-from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator import (
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    Operation,
+    TokenDelta,
+)
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError, EngineOverloadedError, RequestError
 from commutator.kv_events import EventPublisher
@@ -50,6 +57,7 @@ from commutator_sim.events import (
 from commutator_sim.handover import Handover
 from commutator_sim.kv_events import EventFeed, block_keys, root_key
 from commutator_sim.model import SimModel
+from commutator_sim.pooling import PoolingQueue
 from commutator_sim.request import SimRequest
 
 __all__ = ["SimEngine"]
@@ -122,6 +130,7 @@ class SimEngine(TokenEngine):
         )
         self._handover: Handover | None = None
         self._streams: dict[int, _Stream] = {}
+        self._pooling = PoolingQueue(config, self._max_model_len)
         self._publisher: EventPublisher | None = None
         self._feed: EventFeed | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -156,6 +165,8 @@ class SimEngine(TokenEngine):
             kv_capacity_blocks=config.kv_capacity_blocks,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
+            operations=config.operations,
+            labels=config.labels if Operation.CLASSIFY in config.operations else (),
             continues_answers=True,
             continues_constraints=True,
             constraints=() if self._text is None else KINDS,
@@ -165,6 +176,9 @@ class SimEngine(TokenEngine):
         )
 
     def submit(self, key: int, request: GenerateRequest) -> None:
+        if request.pooling is not None:
+            self._pooling.submit(key, request, lambda: self._emit)
+            return
         config, model = self._config, self._model
         stream = self._stream_for(request)
         places = config.max_running_requests + config.max_queued_requests
@@ -185,6 +199,7 @@ class SimEngine(TokenEngine):
         self._tick_soon()
 
     def abort(self, key: int) -> None:
+        self._pooling.abort(key)
         self._catch_up()
         self._model.abort(key)
         if self._handover is not None:
@@ -196,7 +211,7 @@ class SimEngine(TokenEngine):
         self._catch_up()
         model = self._model
         return EngineLoad(
-            running=model.running,
+            running=model.running + len(self._pooling),
             waiting=model.waiting,
             kv_used_blocks=model.cache.used_blocks,
             kv_cached_blocks=model.cache.idle_blocks,

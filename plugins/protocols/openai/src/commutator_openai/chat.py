@@ -61,6 +61,7 @@ from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 __all__ = [
     "IGNORED_HEADER",
     "Generations",
+    "as_request",
     "asked_batch",
     "asked_chat",
     "asked_completion",
@@ -234,6 +235,17 @@ async def read_request(call: Call, cls: type[T], *, strict: bool) -> tuple[T, tu
     return await read_structured(
         call, partial(_parse_quickly, cls, strict), partial(_parse_thoroughly, cls, strict)
     )
+
+
+async def as_request(
+    call: Call, data: dict[str, Any], cls: type[T], *, strict: bool
+) -> tuple[T, tuple[str, ...]]:
+    """``read_request`` of a body that was read as ``data``, which is changed."""
+    size = len(call.body)
+    try:
+        return await call.off_loop(size, partial(_structure_quickly, cls, strict, data))
+    except WrongSomewhereError:
+        return await call.services.work.run(partial(_parse_thoroughly, cls, strict, call.body))
 
 
 def asked_chat(body: ChatRequest) -> Generate:
@@ -517,7 +529,12 @@ def parse_body(cls: type[T], body: bytes, *, strict: bool = False) -> T:
 
 
 def _parse_quickly(cls: type[T], strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:
-    data = parse_object(body)
+    return _structure_quickly(cls, strict, parse_object(body))
+
+
+def _structure_quickly(
+    cls: type[T], strict: bool, data: dict[str, Any]
+) -> tuple[T, tuple[str, ...]]:
     try:
         return _fast.structure(data, cls), ()
     except Exception as error:  # often for what can be set aside

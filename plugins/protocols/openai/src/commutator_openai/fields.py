@@ -324,10 +324,13 @@ class GivenTokens(Special):
 class PromptList(Special):
     """One prompt or several, each a text or a list of token ids; always becomes a tuple."""
 
+    maximum: int | None = None
+
     def convert(self, value: Any) -> tuple[str | list[int], ...]:
         if isinstance(value, str) or _are_token_ids(value):
             return (value,)
         if isinstance(value, list) and value:
+            Items(1, self.maximum).convert(value)
             all_texts = all(isinstance(item, str) for item in value)
             if all_texts or all(map(_are_token_ids, value)):
                 return tuple(value)
@@ -338,7 +341,8 @@ class PromptList(Special):
     def schema(self, inner: Any) -> dict[str, Any]:
         texts = {"type": "array", "minItems": 1, "items": {"type": "string"}}
         ids = texts | {"items": json_schema(TokenId)}
-        return {"anyOf": [{"type": "string"}, texts, ids, texts | {"items": ids}]}
+        most = {} if self.maximum is None else {"maxItems": self.maximum}
+        return {"anyOf": [{"type": "string"}, texts | most, ids, texts | most | {"items": ids}]}
 
 
 def _are_token_ids(value: Any) -> bool:

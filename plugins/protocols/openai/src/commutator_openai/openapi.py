@@ -8,6 +8,7 @@ from typing import Any
 from commutator.contract.worker import Role
 from commutator.frontend import TIMEOUT_HEADER
 from commutator_openai import requests, responses
+from commutator_openai.embeddings import EmbeddingRequest
 from commutator_openai.fields import request_schema
 
 __all__ = [
@@ -26,6 +27,7 @@ _POST = {
         responses.ChatCompletion,
     ),
     "/v1/completions": ("Continue a text.", requests.CompletionRequest, responses.Completion),
+    "/v1/embeddings": ("Turn texts into vectors.", EmbeddingRequest, responses.EmbeddingList),
     "/tokenize": ("Text to tokens.", requests.TokenizeRequest, responses.TokenizeResponse),
     "/detokenize": ("Tokens to text.", requests.DetokenizeRequest, responses.DetokenizeResponse),
 }

@@ -1,9 +1,9 @@
 """Passes requests that only the engine can serve to a worker.
 
-The front door does not serve tools, structured output, pictures or embeddings. An engine that takes
-OpenAI requests gets them unchanged but for ``model``, which becomes the worker's name of it. Keys
-that the front door does not know are left out or refused, because engines have keys that no client
-may use: KV transfers to any address, templates, ids of other requests.
+The front door does not serve pictures, and not all of tools and structured output. An engine that
+takes OpenAI requests gets them unchanged but for ``model``, which becomes the worker's name of it.
+Keys that the front door does not know are left out or refused, because engines have keys that no
+client may use: KV transfers to any address, templates, ids of other requests.
 """
 
 from __future__ import annotations
@@ -96,27 +96,30 @@ class PassThrough:
 
     async def engine_only(self, call: Call) -> None:
         """The handler of ``ENDPOINTS``."""
-        services = call.services
         async with call.time_limit():
-            body = await read_object(call)
-            if unknown := sorted(body.keys() - ENDPOINTS[call.endpoint]):
-                raise RequestError(f"{unknown[0]}: unknown key", unknown[0], "unknown_parameter")
-            for name in _LABELS & body.keys():
-                if isinstance(body[name], str) and len(body[name]) > MAX_LABEL:
-                    problem = f"expected at most {MAX_LABEL} characters, got {len(body[name])}"
-                    raise RequestError(f"{name}: {problem}", name)
-            given = body.get("model")
-            if not isinstance(given, str | None):
-                raise RequestError("model: expected a string", "model")
-            name, _ = services.text_model(given, call.principal)
-            call.model = name
-            if not services.dispatcher.forwards(name):
-                raise RequestError(
-                    f"{name}'s engine does not support {call.path}; vllm and sglang do",
-                    code="unsupported_endpoint",
-                )
-            async with services.limiter.of(call.caller()):
-                await self._pass(call, name, body)
+            await self.passed(call, await read_object(call))
+
+    async def passed(self, call: Call, body: dict[str, Any]) -> None:
+        """Have the engine answer a body of ``ENDPOINTS``, within a time limit of the caller's."""
+        services = call.services
+        if unknown := sorted(body.keys() - ENDPOINTS[call.endpoint]):
+            raise RequestError(f"{unknown[0]}: unknown key", unknown[0], "unknown_parameter")
+        for name in _LABELS & body.keys():
+            if isinstance(body[name], str) and len(body[name]) > MAX_LABEL:
+                problem = f"expected at most {MAX_LABEL} characters, got {len(body[name])}"
+                raise RequestError(f"{name}: {problem}", name)
+        given = body.get("model")
+        if not isinstance(given, str | None):
+            raise RequestError("model: expected a string", "model")
+        name, _ = services.text_model(given, call.principal)
+        call.model = name
+        if not services.dispatcher.forwards(name):
+            raise RequestError(
+                f"{name}'s engine does not support {call.path}; vllm and sglang do",
+                code="unsupported_endpoint",
+            )
+        async with services.limiter.of(call.caller()):
+            await self._pass(call, name, body)
 
     async def answered(self, call: Call, refused: RequestError, cls: type[Any]) -> bool:
         """Whether the engine answered, as it may serve what ``refused`` is about.

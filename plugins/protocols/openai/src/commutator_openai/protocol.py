@@ -1,4 +1,4 @@
-"""The protocol of kind `openai`: chat, completions, models, and what engines answer themselves."""
+"""The protocol of kind `openai`: chat, completions, embeddings, models, engines' own answers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenAi", "OpenAiConfig"]
 
+_EMBEDDINGS = "/v1/embeddings"
 _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]+")
 _DOCUMENTS = 16
 """Principals with the same models share one description of the API."""
@@ -98,6 +99,7 @@ class _Mounted(MountedProtocol):
     def _routes(self) -> Iterable[Route]:
         from commutator_openai import models
         from commutator_openai.chat import Generations
+        from commutator_openai.embeddings import Embeddings
         from commutator_openai.pass_through import ENDPOINTS, PassThrough
 
         passing = PassThrough(frozenset(self._config.media_hosts))
@@ -108,6 +110,7 @@ class _Mounted(MountedProtocol):
             "/v1/completions": generations.completions,
             "/invocations": generations.invocations,
             **dict.fromkeys(ENDPOINTS, passing.engine_only),
+            _EMBEDDINGS: Embeddings(self._config.strict, passing).embeddings,
             "/tokenize": partial(models.tokenize, strict=self._config.strict),
             "/detokenize": partial(models.detokenize, strict=self._config.strict),
         }
@@ -121,7 +124,8 @@ class _Mounted(MountedProtocol):
         }
         for method, handlers in (("POST", posts), ("GET", gets)):
             for path, handle in handlers.items():
-                yield Route(method=method, path=path, handle=handle, yields=path in ENDPOINTS)
+                handed_on = path in ENDPOINTS and path != _EMBEDDINGS
+                yield Route(method=method, path=path, handle=handle, yields=handed_on)
 
     async def _openapi(self, call: Call) -> None:
         await call.reply([self._document(*self._services.models_for(call.principal))])

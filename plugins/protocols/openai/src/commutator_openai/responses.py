@@ -24,11 +24,14 @@ __all__ = [
     "CompletionLogprobs",
     "CompletionTokensDetails",
     "DetokenizeResponse",
+    "Embedding",
+    "EmbeddingList",
     "ErrorBody",
     "ErrorDetail",
     "FinishReason",
     "ModelCard",
     "ModelList",
+    "PoolingUsage",
     "PromptLogprob",
     "PromptTokensDetails",
     "TokenLogprobs",
@@ -238,6 +241,33 @@ class DetokenizeResponse:
     """Answer of POST /detokenize."""
 
     prompt: str = setting("The text.")
+
+
+@frozen(slots=False)
+class Embedding:
+    """The vector of one input."""
+
+    object: Literal["embedding"] = setting("The kind of object.")
+    index: int = setting("The place of its input.")
+    embedding: tuple[float, ...] | str = setting("The numbers; base64: of 32-bit floats.")
+
+
+@frozen(slots=False)
+class PoolingUsage:
+    """Tokens of one request, all inputs together."""
+
+    prompt_tokens: int = setting("Those of the inputs, special tokens included.")
+    total_tokens: int = setting("The same.")
+
+
+@frozen(slots=False)
+class EmbeddingList:
+    """Answer of POST /v1/embeddings."""
+
+    object: Literal["list"] = setting("The kind of object.")
+    data: tuple[Embedding, ...] = setting("One for each input, in their order.")
+    model: str = setting("Its name here.")
+    usage: PoolingUsage = setting("Tokens.")
 
 
 def usage_of(used: UsedTokens) -> Usage:

@@ -1,0 +1,1 @@
+"""Encoders: embeddings, scores and classes."""
