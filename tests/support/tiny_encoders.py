@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VOCAB_SIZE", "write_encoder"]
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers.decoders import WordPiece
+
+__all__ = ["VOCAB_SIZE", "write_encoder", "write_tokenizer"]
 
 VOCAB_SIZE = 60
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -27,8 +30,6 @@ def write_encoder(
     """
     import torch
     import transformers
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from tokenizers.decoders import WordPiece
 
     torch.manual_seed(7)
     sizes = {
@@ -48,18 +49,7 @@ def write_encoder(
         model = transformers.AutoModelForSequenceClassification.from_config(made_config)
     model = model.eval()
     model.save_pretrained(folder)
-    words = [*_WORDS, *(f"w{number}" for number in range(VOCAB_SIZE - len(_WORDS)))]
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, "[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = WordPiece()
-    second = 1 if family == "bert" else 0
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair=f"[CLS]:0 $A:0 [SEP]:0 $B:{second} [SEP]:{second}",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, second_type=1 if family == "bert" else 0)
     if labels is None:
         modules = [
             {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -73,3 +63,18 @@ def write_encoder(
             json.dumps({f"pooling_mode_{pooling}": True})
         )
     return model
+
+
+def write_tokenizer(folder: Path, *, second_type: int = 1) -> None:
+    """Save a tokenizer of word pieces: its words are w0, w1, ..."""
+    words = [*_WORDS, *(f"w{number}" for number in range(VOCAB_SIZE - len(_WORDS)))]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, "[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair=f"[CLS]:0 $A:0 [SEP]:0 $B:{second_type} [SEP]:{second_type}",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))

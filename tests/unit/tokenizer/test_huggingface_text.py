@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tiny_encoders import write_tokenizer
 
 from commutator.errors import ConfigError
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -94,12 +95,21 @@ def test_faults_name_their_file(
         load_text_model(directory)
 
 
-def test_a_word_piece_tokenizer_is_refused(directory: Path) -> None:
+def test_a_tokenizer_of_an_unknown_kind_is_refused(directory: Path) -> None:
     described = json.loads(GGUF.tokenizer.to_str())
-    described["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    described["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
     (directory / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match=r"byte-fallback decoder, found \['WordPiece'\]"):
+    with pytest.raises(ConfigError, match=r"WordPiece decoder, found \['BPEDecoder'\]"):
         load_text_model(directory)
+
+
+def test_a_tokenizer_of_word_pieces(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 66}')
+    model = load_text_model(tmp_path)
+    ids = model.encode("w1  w2\tnothing", add_special_tokens=False)
+    assert model.decode(ids) == "w1 w2 [UNK]"
+    assert model.longest_token_bytes > 1 << 40, "white space has no tokens, and words have one"
 
 
 def test_sources(tmp_path: Path) -> None:
