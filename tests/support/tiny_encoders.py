@@ -68,7 +68,8 @@ def write_encoder(
 def write_tokenizer(folder: Path, *, second_type: int = 1) -> None:
     """Save a tokenizer of word pieces: its words are w0, w1, ..."""
     words = [*_WORDS, *(f"w{number}" for number in range(VOCAB_SIZE - len(_WORDS)))]
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, "[UNK]"))
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = WordPiece()

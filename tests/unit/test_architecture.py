@@ -49,8 +49,10 @@ KIT = "commutator_engine_kit"
 KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
 # Replays run the planner and its tuning in virtual time; responses in NATS count as those in
-# memory, and connect as the event bus does; suites start deployments as the demo does.
+# memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
+# classes are read, routed and refused as embeddings are.
 BUILDS_ON = {
+    "commutator_pooling": {"commutator_openai"},
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
     "commutator_responses_nats": {"commutator_nats", "commutator_responses"},
     "commutator_testing": {"commutator_scaffold"},

@@ -374,8 +374,7 @@ def _hints(cls: type[Any]) -> tuple[dict[str, Hint], Callable[[Any], Any], Any]:
 def hints_given(body: Any) -> dict[str, Hint]:
     """The hints that a request sets to more than "off", by name."""
     hints, read, nothing = _hints(body.__class__)
-    given = read(body)
-    if given == nothing:  # nearly always
+    if not hints or (given := read(body)) == nothing:  # nearly always
         return {}
     values = zip(hints.items(), given[1:], strict=True)
     return {name: hint for (name, hint), value in values if not hint.is_off(value)}

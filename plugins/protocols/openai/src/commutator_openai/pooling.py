@@ -58,6 +58,8 @@ class Cut:
     """Where tokens are cut off; "none": the request is refused. Of two texts the second is cut."""
     tokens: int | None = None
     """The longest input; None: what the model takes."""
+    second_tokens: int | None = None
+    """Of two texts, the most tokens of the second; None: what the model takes."""
 
 
 @frozen(kw_only=True)
@@ -199,7 +201,7 @@ def tokenized(
             found.append(_of_ids(one, asked, most, vocab_size))
             continue
         encoding = next(encoded)
-        if len(encoding.ids) > most:
+        if len(encoding.ids) > most or _has_long_second(encoding, asked.cut.second_tokens):
             if asked.cut.side == "none":
                 raise _too_long(asked, len(encoding.ids), most)
             encoding = _shortened(tokenizer, one, asked, most)
@@ -209,6 +211,11 @@ def tokenized(
     if not all(one.token_ids for one in found):
         raise RequestError(f"{asked.param}: expected inputs of at least one token", asked.param)
     return found
+
+
+def _has_long_second(encoding: Encoding, most: int | None) -> bool:
+    """Whether the second text of a pair has more than ``most`` tokens."""
+    return most is not None and encoding.sequence_ids.count(1) > most
 
 
 def _of(encoding: Encoding, is_pair: bool, *, was_cut: bool = False) -> _Tokenized:
@@ -245,6 +252,8 @@ def _shortened(
     )
     special = tokenizer.num_special_tokens_to_add(is_pair) if asked.special_tokens else 0
     room = most - special - (len(first.ids) if is_pair else 0)
+    if is_pair and asked.cut.second_tokens is not None:
+        room = min(room, asked.cut.second_tokens)
     if room < 1:
         raise _too_long(asked, len(first.ids) + special, most)
     (others[0] if is_pair else first).truncate(room, direction=side)

@@ -1,0 +1,1 @@
+"""Rerank, score, classify and pool: the forms of Cohere, Jina and vLLM."""
