@@ -114,7 +114,7 @@ def test_each_model_does_what_it_can(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="chat", messages=question, max_tokens=4)
     assert answer.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="encoder does not generate"):
-        client.chat.completions.create(model="minilm", messages=question, max_tokens=4)
+        client.completions.create(model="minilm", prompt="Hello", max_tokens=4)
     with pytest.raises(openai.BadRequestError, match="chat make no embeddings"):
         client.embeddings.create(model="chat", input="Hello")
     with pytest.raises(openai.BadRequestError, match="at most 256 are served"):
