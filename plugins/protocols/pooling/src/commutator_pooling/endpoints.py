@@ -139,6 +139,7 @@ class Endpoints:
     ) -> dict[str, Any]:
         texts = [one.text if isinstance(one, Document) else one for one in body.documents]
         is_v2 = isinstance(body, RerankV2Request)
+        wants_texts = isinstance(body, RerankRequest) and body.return_documents is not False
         cut = cut_of(body)
         if cut.side == "none" and (is_v2 or body.max_tokens_per_doc is not None):
             most = body.max_tokens_per_doc or _COHERE_TOKENS_PER_DOCUMENT
@@ -147,12 +148,11 @@ class Endpoints:
             call, body, operation, [(body.query, text) for text in texts], cut, limit
         )
         best = ranked(scores, body.top_n)
-        with_text = not is_v2 and body.return_documents is not False
         results = [
             {
                 "index": index,
                 "relevance_score": scores[index],
-                **({"document": {"text": texts[index]}} if with_text else {}),
+                **({"document": {"text": texts[index]}} if wants_texts else {}),
             }
             for index in best
         ]
