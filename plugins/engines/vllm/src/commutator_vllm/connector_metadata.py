@@ -24,32 +24,39 @@ __all__ = [
 
 @frozen
 class LookupRequest:
-    """Asks which of a request's blocks, from ``first`` up to ``blocks``, the tiers can load."""
+    """Asks up to which boundary a request's prompt can be resumed, with what the tiers can load.
+
+    The device has the blocks of all groups for the first ``first`` tokens; no boundary beyond
+    ``limit`` tokens is wanted.
+    """
 
     number: int
     request_id: str
     first: int
-    blocks: int
+    limit: int
     tokens_per_s: float | None
 
 
 @frozen
 class Load:
-    """Load the blocks that were planned for lookup ``number``, except the first ``skip``."""
+    """Load what was planned for lookup ``number``, but nothing that ends by ``first`` tokens."""
 
     number: int
     request_id: str
-    device_blocks: tuple[int, ...]
-    skip: int
+    device_blocks: tuple[tuple[int, ...], ...]
+    """The blocks of each group, in the order of the prompt."""
+    first: int
 
 
 @frozen
 class Store:
-    """Store blocks of a request. The forward pass of this step may compute them."""
+    """Store a request's blocks of one group. The forward pass of this step may compute them."""
 
     number: int
     request_id: str
+    group: int
     first: int
+    """The number of the first of them in the prompt."""
     device_blocks: tuple[int, ...]
 
 
@@ -78,10 +85,14 @@ class ConnectorMetadata:
 
 @frozen
 class LookupResult:
-    """The answer to lookup ``number``: the medium of each block that can be loaded."""
+    """The answer to lookup ``number``."""
 
     number: int
-    media: tuple[str, ...]
+    boundary: int
+    """In tokens; as ``first`` of the lookup when nothing is worth loading."""
+    media: tuple[str, ...] = ()
+    """The media of the blocks to load of the group that keeps the whole prompt, if there is one;
+    otherwise of all."""
 
 
 @frozen

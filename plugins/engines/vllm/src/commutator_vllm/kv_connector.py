@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,7 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -41,8 +42,9 @@ from commutator_engine_kit.kv import KvConnector
 from commutator_engine_kit.model_identity import model_facts, served_identity
 from commutator_engine_kit.nixl import load_nixl
 from commutator_vllm.connector_metadata import ConnectorMetadata, WorkerReport, merged
+from commutator_vllm.kv_groups import group_problems, groups_of
 from commutator_vllm.kv_memory import arena_of
-from commutator_vllm.kv_scheduler import TierScheduler
+from commutator_vllm.kv_scheduler import Blocks, TierScheduler
 from commutator_vllm.kv_worker import TierWorkerSide
 
 __all__ = ["CommutatorConnector"]
@@ -71,10 +73,11 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return _WorkerMetadata(merged(self.report, other.report))
 
 
-class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class CommutatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Options: ``tiers``, a file with a `tiers:` section or the section itself; ``worker``, a name.
 
-    The name must be unique among running servers.
+    The name must be unique among running servers. ``SupportsHMA`` keeps vLLM's hybrid KV cache
+    manager on, so that each kind of layer has blocks of its own.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -83,12 +86,12 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._tiers = options.pop("tiers", None)
         self._worker_id = str(options.pop("worker", "vllm"))
         _check(vllm_config, kv_cache_config, self._tiers, sorted(options))
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._groups = groups_of(kv_cache_config)
         self._scheduler: TierScheduler | None = None
         self._worker: TierWorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = TierScheduler(
-                block_size=self._block_size,
+                groups=self._groups,
                 num_blocks=kv_cache_config.num_blocks,
                 workers=vllm_config.parallel_config.world_size,
                 lag=1 if vllm_config.scheduler_config.async_scheduling else 0,
@@ -113,36 +116,41 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        (ids,) = blocks.get_block_ids()
-        self._scheduling.allocated(request, ids, num_external_tokens)
+        self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        media = self._scheduling.media_of(request)
-        sources = Counter(_SOURCES.get(cache_level(medium), _OTHER_SOURCE) for medium in media)
-        return {source: blocks * self._block_size for source, blocks in sources.items()}
+        sources: dict[CacheHitSource, int] = {}
+        by_medium = self._scheduling.sources_of(request, num_external_tokens)
+        for medium, tokens in by_medium.items():
+            source = _SOURCES.get(cache_level(medium), _OTHER_SOURCE)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         scheduler = self._scheduling
         scheduler.preempted(scheduler_output.preempted_req_ids or ())
         state = scheduler_output.kv_connector_block_state
 
-        def blocks_of(request_id: str) -> Sequence[int]:
-            groups = state.get_block_ids(request_id)
-            return groups[0] if groups else ()
+        def blocks_of(request_id: str) -> Blocks:
+            return state.get_block_ids(request_id) or ()
 
         scheduled = scheduler_output.num_scheduled_tokens
-        return _Metadata(scheduler.orders(scheduled, blocks_of, time.monotonic()))
+        return _Metadata(
+            scheduler.orders(scheduled, blocks_of, time.monotonic(), state.boundary_state_offloads)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.loaded(connector_output.finished_recving or ())
+        self._scheduling.loaded(
+            connector_output.finished_recving or (), connector_output.failed_recving or ()
+        )
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, _WorkerMetadata):
             self._scheduling.reported(metadata.report)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduling.finished(request, block_ids, time.monotonic())
         return False, None
@@ -164,10 +172,17 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         arena, layout = arena_of(kv_caches, self._kv_cache_config.num_blocks)
-        identity = cache_identity(self._vllm_config, layout, self._block_size)
+        identity = cache_identity(self._vllm_config, layout, self._groups[0].block_size)
         worker_id = worker_of(self._worker_id, self._vllm_config)
         news = threading.Event()
-        connector = KvConnector(self._tiers, arena, identity, worker_id=worker_id, wake=news.set)
+        connector = KvConnector(
+            self._tiers,
+            arena,
+            identity,
+            worker_id=worker_id,
+            groups=self._groups,
+            wake=news.set,
+        )
         connector.start()
         on_gpu = arena.memory is Memory.VRAM
         self._worker = TierWorkerSide(
@@ -188,11 +203,9 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self._working.end(self._orders)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._working.take_loaded(self._orders) or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.take_failed_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loaded, failed = self._working.take_loaded(self._orders)
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return _WorkerMetadata(self._working.report())
@@ -223,6 +236,7 @@ class _Pool:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self.null_block: int = pool.null_block.block_id
 
     def hold(self, blocks: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[block] for block in blocks])
@@ -249,9 +263,7 @@ def _check(config: Any, kv_cache_config: Any, tiers: Any, unknown: list[str]) ->
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
         if getattr(parallel, name, 1) > 1
     ]
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    if len(kinds) != 1 or "Mamba" in kinds[0]:
-        problems.append(f"models with these KV caches are not supported: {', '.join(kinds)}")
+    problems += group_problems(kv_cache_config)
     if problems:
         raise ConfigError(problems, _WHERE)
 

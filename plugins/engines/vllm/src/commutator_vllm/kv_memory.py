@@ -10,17 +10,19 @@ from commutator import Memory
 from commutator.errors import ConfigError
 from commutator_engine_kit.kv import BlockPart, ScatteredArena
 
-__all__ = ["arena_of", "block_parts", "dimensions"]
+__all__ = ["arena_of", "block_parts", "dimensions", "overlay"]
 
 
 def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
     """The worker's KV tensors as an arena, and a description of their layout.
 
-    Layers may share a tensor. Raises ConfigError when a layer has no KV tensor.
+    Layers may share a tensor; layers of different groups may use the same bytes, because a block
+    belongs to one group at a time. Raises ConfigError when a layer has no KV tensor, or when such
+    layers divide the bytes into different blocks.
     """
     import torch
 
-    parts: dict[int, list[BlockPart]] = {}
+    parts: list[BlockPart] = []
     layout = []
     for name, cache in sorted(caches.items()):
         if not isinstance(cache, torch.Tensor):
@@ -28,7 +30,8 @@ def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
         pieces = block_parts(
             cache.data_ptr(), cache.shape, cache.stride(), cache.element_size(), blocks
         )
-        parts.setdefault(cache.data_ptr(), pieces)
+        for piece in pieces:
+            overlay(parts, piece, blocks)
         sizes = [(part.size_bytes, cache.dtype) for part in pieces]
         layout.append(f"{name} {dimensions(cache.shape, cache.stride(), blocks)} {sizes}")
     first = next(iter(caches.values()))
@@ -38,11 +41,45 @@ def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
         layout.append(f"{torch.backends.cpu.get_cpu_capability()} amx={amx}")
     arena = ScatteredArena(
         memory=Memory.DRAM if on_cpu else Memory.VRAM,
-        parts=tuple(part for pieces in parts.values() for part in pieces),
+        parts=tuple(parts),
         count=blocks,
         device=first.device.index or 0,
     )
     return arena, "; ".join(layout)
+
+
+def overlay(parts: list[BlockPart], piece: BlockPart, blocks: int) -> None:
+    """Add a piece of every block to ``parts``, or extend the part that has some of its bytes.
+
+    Raises ConfigError when the piece overlaps parts of other blocks.
+    """
+    for part in parts:
+        union = _union(part, piece, blocks)
+        if union == part:
+            return
+        if union is not None:
+            parts.remove(part)
+            overlay(parts, union, blocks)
+            return
+    parts.append(piece)
+
+
+def _union(one: BlockPart, other: BlockPart, blocks: int) -> BlockPart | None:
+    """Both as one part of every block; None if they have no byte in common."""
+    first, second = sorted((one, other), key=lambda part: part.address)
+    stride_bytes = first.stride_bytes
+    distance = second.address - first.address
+    if distance >= stride_bytes * (blocks - 1) + first.size_bytes:
+        return None
+    size_bytes = max(first.size_bytes, distance + second.size_bytes)
+    if second.stride_bytes != stride_bytes or size_bytes > stride_bytes:
+        raise ConfigError(
+            ["layers of different groups divide the same memory into different blocks"],
+            "vLLM's KV cache",
+        )
+    if distance >= first.size_bytes:
+        return None  # side by side in each block
+    return BlockPart(address=first.address, size_bytes=size_bytes, stride_bytes=stride_bytes)
 
 
 def block_parts(

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from attrs import define
 
 from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
-from commutator_engine_kit.kv import KvConnector, OnboardTicket
+from commutator_engine_kit.kv import GroupChain, KvConnector, OnboardTicket
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,
@@ -27,9 +27,8 @@ _IDLE_STEP_S = 0.005
 
 @define(eq=False)
 class _Loading:
-    request_id: str
     plan: OnboardTicket
-    device_blocks: tuple[int, ...]
+    order: Load
     dropped: bool = False
     future: Future[list[bool]] | None = None
     """None until the device has passed the fence."""
@@ -39,7 +38,7 @@ class TierWorkerSide:
     """The worker's side.
 
     Called on the worker's thread, in each step in the order of the methods: ``begin``, ``end``,
-    ``take_loaded``, ``take_failed_blocks``, ``report``.
+    ``take_loaded``, ``report``.
     """
 
     def __init__(
@@ -59,12 +58,13 @@ class TierWorkerSide:
         self._news = news
         self._make_fence = make_fence
         self._chains = RequestChains(connector)
+        keeping = (n for n, group in enumerate(connector.groups) if group.keeps_prefix)
+        self._counted = next(keeping, None)
         self._lookups: dict[int, Future[OnboardTicket]] = {}
         self._plans: dict[int, OnboardTicket] = {}
         self._loading: dict[int, _Loading] = {}
         self._storing: dict[int, Future[None]] = {}
         self._fenced = FencedCalls()
-        self._failed: set[int] = set()
 
     def begin(self, orders: ConnectorMetadata) -> None:
         """Carry out all orders except the stores."""
@@ -90,29 +90,27 @@ class TierWorkerSide:
         for request_id in orders.forget:
             self._chains.forget(request_id)
 
-    def take_loaded(self, orders: ConnectorMetadata) -> set[str]:
-        """Requests whose load has ended, well or not, since the last call."""
+    def take_loaded(self, orders: ConnectorMetadata) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended since the last call, and those of them where it failed.
+
+        A load fails as a whole: what one group lacks makes the blocks of the others useless.
+        """
         busy = self._lookups or self._loading or self._storing or self._fenced
         if not orders.computes and busy:
             self._news.wait(_IDLE_STEP_S)
         self._news.clear()
         self._fenced.poll()
         over: set[str] = set()
+        failed: set[str] = set()
         for number, load in list(self._loading.items()):
             if load.future is None or not load.future.done():
                 continue
-            good = load.future.result()
-            over.add(load.request_id)
-            if not load.dropped:
-                pairs = zip(load.device_blocks, good, strict=True)
-                self._failed.update(block for block, is_good in pairs if not is_good)
+            request_id = load.order.request_id
+            over.add(request_id)
+            if not load.dropped and not all(load.future.result()):
+                failed.add(request_id)
             del self._loading[number]
-        return over
-
-    def take_failed_blocks(self) -> set[int]:
-        """Device blocks of ended loads that could not be filled, since the last call."""
-        failed, self._failed = self._failed, set()
-        return failed
+        return over, failed
 
     def report(self) -> WorkerReport:
         """Answered lookups, ended stores and KV events since the last call."""
@@ -121,7 +119,7 @@ class TierWorkerSide:
             if future.done():
                 plan = future.result()
                 self._plans[number] = plan
-                answers.append(LookupResult(number, plan.media))
+                answers.append(LookupResult(number, plan.boundary, self._media(plan)))
                 del self._lookups[number]
         stored = [number for number, future in self._storing.items() if future.done()]
         for number in stored:
@@ -134,10 +132,21 @@ class TierWorkerSide:
         self._connector.close()
 
     def _plan(self, lookup: LookupRequest) -> Future[OnboardTicket]:
-        keys = self._chains.keys(lookup.request_id)[: lookup.blocks]
-        return self._connector.lookups.plan(
-            keys, first=lookup.first, tokens_per_s=lookup.tokens_per_s
+        chains = [
+            GroupChain(
+                group=group,
+                keys=self._chains.keys(lookup.request_id, number),
+                on_device=range(lookup.first // group.block_size),
+            )
+            for number, group in enumerate(self._connector.groups)
+        ]
+        return self._connector.lookups.plan_groups(
+            chains, lookup.limit, tokens_per_s=lookup.tokens_per_s
         )
+
+    def _media(self, plan: OnboardTicket) -> tuple[str, ...]:
+        places = zip(plan.places, plan.media, strict=True)
+        return tuple(medium for (group, _), medium in places if self._counted in {None, group})
 
     def _drop(self, number: int) -> None:
         lookup = self._lookups.pop(number, None)
@@ -151,12 +160,12 @@ class TierWorkerSide:
                 self._connector.loads.cancel(load.plan)
 
     def _load(self, load: Load, fence: Fence) -> None:
-        loading = _Loading(load.request_id, self._plans.pop(load.number), load.device_blocks)
+        loading = _Loading(self._plans.pop(load.number), load)
         self._loading[load.number] = loading
 
         def start() -> None:
-            loading.future = self._connector.loads.onboard(
-                loading.plan, load.device_blocks, skip=load.skip
+            loading.future = self._connector.loads.onboard_groups(
+                loading.plan, load.device_blocks, first_tokens=load.first
             )
             if loading.dropped:
                 self._connector.loads.cancel(loading.plan)
@@ -164,7 +173,9 @@ class TierWorkerSide:
         self._fenced.add(fence, start)
 
     def _store(self, store: Store, fence: Fence) -> None:
-        blocks = self._chains.descriptors(store.request_id, store.first, len(store.device_blocks))
+        blocks = self._chains.descriptors(
+            store.request_id, store.first, len(store.device_blocks), store.group
+        )
         self._storing[store.number] = done = Future[None]()
 
         def start() -> None:
