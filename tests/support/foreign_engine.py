@@ -13,6 +13,7 @@ from commutator.contract.block import BlockKey, CacheIdentity, KvEvent
 from commutator.contract.tier import Memory
 from commutator_engine_kit.kv.arena import BlockPart, ScatteredArena
 from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
+from commutator_engine_kit.kv.groups import KvGroup
 
 __all__ = ["IDENTITY", "LAYERS", "PART_BYTES", "TIMEOUT_S", "ForeignEngine", "dram", "prompt"]
 
@@ -46,6 +47,7 @@ class ForeignEngine:
         *tiers: dict[str, Any],
         blocks: int = 16,
         identity: CacheIdentity = IDENTITY,
+        groups: Sequence[KvGroup] = (),
         file: Path | None = None,
         wake: Callable[[], None] = lambda: None,
         own_thread: bool = True,
@@ -66,7 +68,7 @@ class ForeignEngine:
             count=blocks,
         )
         self.connector = KvConnector(
-            file or tiers, arena, identity, worker_id="foreign-0", wake=wake
+            file or tiers, arena, identity, worker_id="foreign-0", groups=groups, wake=wake
         )
         self.events: list[KvEvent] = []
         self._own_thread = own_thread

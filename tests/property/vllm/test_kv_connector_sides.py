@@ -6,19 +6,28 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from tests.support.fake_vllm import FakeVllm
+from tests.support.fake_vllm import BLOCK_TOKENS, WHOLE, FakeVllm
 from tests.support.faults import damage
 from tests.support.foreign_engine import dram, prompt
 
+from commutator_engine_kit.kv import KvGroup, KvKind
+
 _LONGEST = 30
+_SLIDING = KvGroup(kind=KvKind.SLIDING, block_size=BLOCK_TOKENS, window=BLOCK_TOKENS + 3)
+_CHUNKED = KvGroup(kind=KvKind.CHUNKED, block_size=BLOCK_TOKENS, window=2 * BLOCK_TOKENS)
+_RECURRENT = KvGroup(kind=KvKind.RECURRENT, block_size=BLOCK_TOKENS)
+_HALF = KvGroup(kind=KvKind.SLIDING, block_size=BLOCK_TOKENS // 2, window=3)
 
 
 class Connector(RuleBasedStateMachine):
     workers = 1
+    groups = WHOLE
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = FakeVllm(dram("40KB"), workers=self.workers)
+        count = len(self.groups)
+        capacity = dram(f"{40 * count}KB")
+        self.vllm = FakeVllm(capacity, blocks=12 * count, workers=self.workers, groups=self.groups)
 
     @rule(number=st.integers(0, 1), blocks=st.integers(3, 5), salt=st.sampled_from([None, "s"]))
     def arrives(self, number: int, blocks: int, salt: str | None) -> None:
@@ -44,11 +53,18 @@ class Connector(RuleBasedStateMachine):
         if running := self.vllm.running():
             self.vllm.preempt(data.draw(st.sampled_from(running)))
 
-    @rule(number=st.integers(0, 1), rank=st.integers(0, 1), block=st.integers(0, 2))
-    def is_damaged(self, number: int, rank: int, block: int) -> None:
+    @rule(
+        number=st.integers(0, 1),
+        rank=st.integers(0, 1),
+        block=st.integers(0, 2),
+        group=st.integers(0, 2),
+    )
+    def is_damaged(self, number: int, rank: int, block: int, group: int) -> None:
         engine = self.vllm.engines[rank % self.workers]
         (setup,) = engine.connector.tiers
-        (stored,) = setup.tier.lookup([engine.connector.lookups.keys(prompt(number, 5))[block]])
+        chosen = group % len(self.groups)
+        keys = engine.connector.lookups.keys(prompt(number, 5), group=chosen)
+        (stored,) = setup.tier.lookup([keys[block]])
         if stored is not None:
             damage(setup.tier, stored, 3)
 
@@ -65,8 +81,21 @@ class TwoRanks(Connector):
     workers = 2
 
 
+class Windows(Connector):
+    groups = (WHOLE[0], _SLIDING, _CHUNKED)
+
+
+class States(Connector):
+    groups = (WHOLE[0], _RECURRENT, _HALF)
+
+
+class StatesOfTwoRanks(Connector):
+    workers = 2
+    groups = (_RECURRENT, WHOLE[0], _SLIDING)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Connector, TwoRanks])
+@pytest.mark.parametrize("machine", [Connector, TwoRanks, Windows, States, StatesOfTwoRanks])
 def test_no_request_sees_wrong_kv(machine: type[Connector]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=12, stateful_step_count=30, deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm
+from tests.support.fake_vllm import BLOCK_TOKENS, WHOLE, FakeRequest, FakeVllm
 from tests.support.faults import damage
 from tests.support.foreign_engine import dram, prompt
 
@@ -83,6 +83,8 @@ def test_what_vllm_knows_by_pictures_is_left_to_it() -> None:
 class Pool:
     """Records which blocks are held."""
 
+    null_block = 0
+
     def __init__(self) -> None:
         self.held: list[int] = []
 
@@ -95,7 +97,7 @@ class Pool:
 
 def alone(workers: int = 1) -> tuple[TierScheduler, Pool, FakeRequest]:
     """The scheduler's side alone, with a request of four blocks and one token."""
-    scheduler = TierScheduler(block_size=BLOCK_TOKENS, num_blocks=16, workers=workers, lag=0)
+    scheduler = TierScheduler(groups=WHOLE, num_blocks=16, workers=workers, lag=0)
     scheduler.pool = pool = Pool()
     request = FakeRequest("r", list(PROMPT), len(PROMPT))
     scheduler.arrived(request)
@@ -106,13 +108,15 @@ def test_what_is_being_loaded_is_not_kept() -> None:
     scheduler, pool, request = alone()
     assert scheduler.match(request, 0) is None
     (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
-    scheduler.reported(WorkerReport(answers=(LookupResult(lookup.number, ("CPU",) * 4),)))
+    scheduler.reported(
+        WorkerReport(answers=(LookupResult(lookup.number, 4 * BLOCK_TOKENS, ("CPU",) * 4),))
+    )
     assert scheduler.match(request, 0) == 4 * BLOCK_TOKENS
-    scheduler.allocated(request, [1, 2, 3, 4, 5], 4 * BLOCK_TOKENS)
+    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 4 * BLOCK_TOKENS)
     request.num_computed_tokens = 4 * BLOCK_TOKENS  # as vLLM says before they are there
     (load,) = scheduler.orders({}, lambda _: (), 0.0).loads
-    assert load.device_blocks == (1, 2, 3, 4)
-    scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
+    assert load.device_blocks == ((1, 2, 3, 4),)
+    scheduler.finished(request, [[1, 2, 3, 4, 5]], 0.0)
     orders = scheduler.orders({}, lambda _: (), 0.0)
     assert orders.drops == [lookup.number]
     assert not orders.stores
@@ -125,18 +129,18 @@ def test_what_another_connector_brings_is_kept_once_it_is_there() -> None:
     request.kv_transfer_params = {"do_remote_prefill": True}
     assert scheduler.match(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False  # as that one does when it begins
-    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
     request.num_computed_tokens = len(PROMPT)  # as vLLM says before they are there
     assert not scheduler.orders({}, lambda _: (), 0.0).lookups
     aborted = FakeRequest("aborted", list(PROMPT), len(PROMPT), kv_transfer_params={})
     scheduler.arrived(aborted)
     aborted.num_computed_tokens = len(PROMPT)
-    scheduler.finished(aborted, [6, 7, 8, 9, 10], 0.0)
+    scheduler.finished(aborted, [[6, 7, 8, 9, 10]], 0.0)
     assert not scheduler.orders({}, lambda _: (), 0.0).stores
     assert not pool.held
 
     request.num_computed_tokens = len(PROMPT) - 1
-    (store,) = scheduler.orders({"r": 1}, lambda _: [1, 2, 3, 4, 5], 0.0).stores
+    (store,) = scheduler.orders({"r": 1}, lambda _: [[1, 2, 3, 4, 5]], 0.0).stores
     assert store.device_blocks == (1, 2, 3, 4)
 
 
@@ -145,17 +149,17 @@ def test_the_tiers_are_asked_when_the_prefill_server_is_lost() -> None:
     request.kv_transfer_params = {"do_remote_prefill": True}
     assert scheduler.match(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False
-    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
     assert scheduler.match(request, 0) is None
     (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
-    assert (lookup.first, lookup.blocks) == (0, 4)
+    assert (lookup.first, lookup.limit) == (0, 4 * BLOCK_TOKENS)
 
 
 def test_blocks_are_held_until_every_worker_has_stored_them() -> None:
     scheduler, pool, request = alone(workers=2)
-    (store,) = scheduler.orders({"r": len(PROMPT)}, lambda _: [1, 2, 3, 4, 5], 0.0).stores
+    (store,) = scheduler.orders({"r": len(PROMPT)}, lambda _: [[1, 2, 3, 4, 5]], 0.0).stores
     assert pool.held == [1, 2, 3, 4] == list(store.device_blocks)
-    scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
+    scheduler.finished(request, [[1, 2, 3, 4, 5]], 0.0)
     scheduler.reported(WorkerReport(stored=(store.number,)))
     assert pool.held == [1, 2, 3, 4]
     assert scheduler.busy
@@ -168,13 +172,16 @@ def test_a_part_that_vllm_has_meanwhile_is_not_loaded() -> None:
     assert scheduler.match(request, 0) is None
     (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
     scheduler.reported(
-        WorkerReport(answers=(LookupResult(lookup.number, ("CPU", "CPU", "NVME", "S3")),))
+        WorkerReport(
+            answers=(LookupResult(lookup.number, 4 * BLOCK_TOKENS, ("CPU", "CPU", "NVME", "S3")),)
+        )
     )
     assert scheduler.match(request, 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS
-    scheduler.allocated(request, [1, 2, 3, 4, 5], 2 * BLOCK_TOKENS)
+    scheduler.allocated(request, [[1, 2, 3, 4, 5]], 2 * BLOCK_TOKENS)
     (load,) = scheduler.orders({}, lambda _: (), 0.0).loads
-    assert (load.skip, load.device_blocks) == (2, (3, 4))
-    assert list(scheduler.media_of(request)) == ["NVME", "S3"]
+    assert (load.first, load.device_blocks) == (2 * BLOCK_TOKENS, ((3, 4),))
+    sources = scheduler.sources_of(request, 2 * BLOCK_TOKENS)
+    assert sources == {"NVME": BLOCK_TOKENS, "S3": BLOCK_TOKENS}
 
 
 def test_speed_is_measured_between_steps_of_one_request() -> None:
