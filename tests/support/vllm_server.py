@@ -56,8 +56,9 @@ def running_vllm(
     *args: str,
     env: Mapping[str, str] | None = None,
     tiers: tuple[TierConfig, ...] = (),
+    model: ModelConfig = MODEL,
 ) -> Iterator[str]:
-    """The URL of a server with ``args`` more, over these storage tiers.
+    """The URL of a server with ``args`` more, over these storage tiers; it logs to `vllm.log`.
 
     The test fails when vLLM is not installed.
     """
@@ -65,7 +66,7 @@ def running_vllm(
     config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
     (port,) = free_ports("127.0.0.1")
     context = LaunchContext(
-        worker_id="vllm-0", model=MODEL, host="127.0.0.1", port=port, state_dir=folder, tiers=tiers
+        worker_id="vllm-0", model=model, host="127.0.0.1", port=port, state_dir=folder, tiers=tiers
     )
     with adopt(None):  # as a user starts it: it asks for no key
         plan = VllmConnector().launch_plan(config, context)

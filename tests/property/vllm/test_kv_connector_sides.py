@@ -21,7 +21,7 @@ _HALF = KvGroup(kind=KvKind.SLIDING, block_size=BLOCK_TOKENS // 2, window=3)
 
 class Connector(RuleBasedStateMachine):
     workers = 1
-    groups = WHOLE
+    groups: tuple[KvGroup, ...] = WHOLE
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from commutator_engine_kit.model_files import directory_for
 from commutator_vllm import launch
 from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.config import VllmConfig
-from commutator_vllm.launch import launch_plan, server_arguments
+from commutator_vllm.launch import launch_plan, problems, server_arguments
 from commutator_vllm.plugin import VllmConnector
 from commutator_vllm.token_engine import LISTEN_AT
 
@@ -314,6 +314,8 @@ def test_a_role_and_tiers_bring_both_connectors(context: LaunchContext) -> None:
     [
         ({"args": ('--kv-transfer-config={"kv_connector":"X"}',)}, "replaces the connector"),
         ({"args": ("--no-enable-prefix-caching",)}, "have no use with"),
+        ({"args": ("--mamba-cache-mode=all",)}, "align only, not all"),
+        ({"args": ("-dcp", "2")}, "do not support -dcp"),
     ],
 )
 def test_tiers_that_would_be_ignored_are_refused(
@@ -322,6 +324,17 @@ def test_tiers_that_would_be_ignored_are_refused(
     config = evolve(CONFIG, python=sys.executable, **changes)
     with pytest.raises(ConfigError, match=problem):
         launch_plan(config, with_tiers(context))
+
+
+def test_tiers_for_a_model_with_an_encoder_are_refused(
+    context: LaunchContext, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"is_encoder_decoder": true}')
+    model = evolve(context.model, source=str(tmp_path))
+    config = evolve(CONFIG, python=sys.executable)
+    assert not any("tiers:" in problem for problem in problems(config, model, ()))
+    with pytest.raises(ConfigError, match=r"tiers: .*cross attention"):
+        launch_plan(config, evolve(with_tiers(context), model=model))
 
 
 def test_an_environment_without_our_plugins_is_reported(

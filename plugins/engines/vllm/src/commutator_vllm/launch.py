@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,12 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.model_files import directory_for
-from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
+from commutator_engine_kit.preflight import (
+    ServerNeeds,
+    argument_value,
+    server_problems,
+    server_warnings,
+)
 from commutator_vllm.client import TokenApiAddress
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_engine import LISTEN_AT
@@ -59,6 +65,11 @@ _NOT_IN_A_GROUP = {
     *(_SEVERAL_HOSTS | _DATA_PARALLEL),
     *("--node-rank", "-r", "--master-port", "--headless"),
 }
+_CONTEXT_PARALLEL = (
+    *("--decode-context-parallel-size", "-dcp"),
+    *("--prefill-context-parallel-size", "-pcp"),
+)
+_MAMBA_CACHE_MODE = "--mamba-cache-mode"
 _SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
 _GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
@@ -82,7 +93,7 @@ _NEEDS = ServerNeeds(
 
 def problems(config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    return server_problems(config, model, _NEEDS, _contradictions(config, tiers))
+    return server_problems(config, model, _NEEDS, _contradictions(config, model, tiers))
 
 
 def warnings(config: VllmConfig) -> Iterator[str]:
@@ -94,7 +105,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
     python = python_at(config.python, _NEEDS.advice, config.where)
     source = locate_model(context.model.source)
-    if found := list(_contradictions(config, context.tiers)):
+    if found := list(_contradictions(config, context.model, context.tiers)):
         raise ConfigError(found, config.where)
     arguments = server_arguments(config, context, directory_for(source))
     group = context.group
@@ -162,7 +173,9 @@ def _group_arguments(group: NodeGroup) -> tuple[str, ...]:
     )
 
 
-def _contradictions(config: VllmConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
+def _contradictions(
+    config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+) -> Iterator[str]:
     """What `args` say against other options, and what the environment lacks for these."""
     plugin = partial(missing_plugin, config.python, "commutator-vllm", _NEEDS.made_by)
     given = argument_names(config.args, _NEEDS.ours, config.where)
@@ -174,12 +187,9 @@ def _contradictions(config: VllmConfig, tiers: Sequence[TierConfig]) -> Iterator
                 f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
                 "--tensor-parallel-size in `args` to a multiple of it"
             )
-    if tiers and config.has_own_connector:
-        yield f"tiers: {KV_TRANSFER} in `args` replaces the connector that they need; remove one"
-    elif tiers and "--no-enable-prefix-caching" in given:
-        yield "tiers: they have no use with --no-enable-prefix-caching; remove one"
-    elif tiers and (lack := plugin()) is not None:
-        yield f"tiers: {lack}"
+    if tiers:
+        found = list(_not_with_tiers(config, model)) or list(filter(None, [plugin()]))
+        yield from (f"tiers: {problem}" for problem in found)
     if config.connection == "token_api":
         if (lack := plugin()) is not None:
             yield f"connection: token_api: {lack}"
@@ -188,6 +198,28 @@ def _contradictions(config: VllmConfig, tiers: Sequence[TierConfig]) -> Iterator
                 "connection: token_api: --disable-log-stats hides the server's load from routing; "
                 "remove it from `args`"
             )
+
+
+def _not_with_tiers(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
+    """What the tiers' connector would refuse once the server has begun to start."""
+    if config.has_own_connector:
+        yield f"{KV_TRANSFER} in `args` replaces the connector that they need; remove one"
+    if "--no-enable-prefix-caching" in config.args:
+        yield "they have no use with --no-enable-prefix-caching; remove one"
+    for name in _CONTEXT_PARALLEL:
+        if argument_value(config.args, name) not in {None, "1"}:
+            yield f"they do not support {name} in `args`; remove one"
+    mode = argument_value(config.args, _MAMBA_CACHE_MODE)
+    if mode not in {None, "align"}:
+        yield (
+            f"they keep recurrent states with {_MAMBA_CACHE_MODE} align only, not {mode}; remove it"
+        )
+    try:
+        facts = json.loads((locate_model(model.source) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, ConfigError):
+        return  # a GGUF file, or what other checks report
+    if isinstance(facts, dict) and facts.get("is_encoder_decoder"):
+        yield "vLLM does not run models with an encoder and cross attention with them; remove them"
 
 
 def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:
