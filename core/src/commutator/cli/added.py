@@ -23,16 +23,22 @@ _MARK = "commutator_impl"
 """What ``commutator.hookimpl`` adds to a function."""
 
 PACKAGES = {
+    "apply": "commutator-rollout",
     "certs": "commutator-certs",
+    "cluster": "commutator-rollout",
     "demo": "commutator-scaffold",
+    "diff": "commutator-rollout",
+    "down": "commutator-rollout",
     "init": "commutator-scaffold",
     "kv": "commutator-console",
     "new-plugin": "commutator-scaffold",
     "planner": "commutator-slo",
     "planner search": "commutator-replay",
     "replay": "commutator-replay",
+    "rollout": "commutator-rollout",
     "route": "commutator-console",
     "top": "commutator-console",
+    "worker": "commutator-rollout",
 }
 """Commands of our other packages; an error names the package to install."""
 

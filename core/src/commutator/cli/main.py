@@ -23,17 +23,8 @@ _PYTHON = ".".join(map(str, sys.version_info[:3]))
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
-    "cluster": ("commutator.cli.cluster:cluster", "List and drain workers of all hosts."),
-    "down": (
-        "commutator.cli.down:down",
-        "Stop the workers that a launcher such as ray has placed.",
-    ),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
-    "worker": (
-        "commutator.cli.worker:worker",
-        "List workers; drain one, change its role; run some of a cluster.",
-    ),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
     "completion": (
         "commutator.cli.completion:completion",

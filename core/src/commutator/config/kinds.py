@@ -64,6 +64,7 @@ _PACKAGES = {
         *(f"response store {one}" for one in ("memory", "none", "sqlite")),
     ),
     "responses-nats": ("response store nats",),
+    "rollout": ("operations rollout",),
     "round-robin": ("router round_robin",),
     "s3": ("tier s3",),
     "session-affinity": ("router session_affinity",),

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import Factory, evolve, field, frozen
 
 from commutator.config.checks import (
     cross_problems,
@@ -41,15 +41,17 @@ from commutator.schema import StructureError, structure
 __all__ = [
     "DEFAULTS",
     "PREFIX",
+    "Given",
     "Loaded",
     "Override",
     "apply_overrides",
     "blocked_plugins",
     "build_config",
+    "complete",
     "from_environment",
     "from_option",
     "load_config",
-    "read_tree",
+    "read_files",
 ]
 
 DEFAULTS = {section: {"kind": kind} for section, kind in DEFAULT_KINDS.items()}
@@ -64,6 +66,30 @@ class Loaded:
     host: PluginHost
     tree: Node
     """The origin of each value; values that it lacks are defaults."""
+    given: Given = Factory(lambda: Given())  # noqa: PLW0108 - it is defined below
+
+    def again(self, files: Node | None = None, sets: Iterable[Override] = ()) -> Loaded:
+        """What the same sources say now, with the same plugins; ``sets`` override them all.
+
+        ``files`` stands for the content of the files. Raises ConfigError with every problem.
+        """
+        given, problems = self.given, list[str]()
+        tree = read_files(given.files, problems) if files is None else files
+        tree = complete(tree, given.sets, given.port, given.environ, problems)
+        tree = apply_overrides(tree, sets, problems)
+        tree = _block(tree, given.no_plugins)
+        return evolve(build_config(tree, self.host, given.files, problems), given=given)
+
+
+@frozen
+class Given:
+    """The sources of a configuration."""
+
+    files: Sequence[str | Path] = ()
+    sets: Sequence[str] = ()
+    port: int | None = None
+    no_plugins: Sequence[str] = ()
+    environ: Mapping[str, str] = field(factory=dict, repr=False)
 
 
 def load_config(
@@ -85,8 +111,9 @@ def load_config(
     """
     problems: list[str] = []
     environ = os.environ if environ is None else environ
-    tree = read_tree(files, sets, port, environ, problems)
     refused = tuple(no_plugins)
+    given = Given(tuple(files), tuple(sets), port, refused, environ)
+    tree = complete(read_files(files, problems), given.sets, port, environ, problems)
     tree = _block(tree, refused)
     host = load_plugins(_blocked(tree), found)
     known = sorted(plugin.name for plugin in host.installed)
@@ -95,17 +122,11 @@ def load_config(
         for name in refused
         if name not in known
     ]
-    return build_config(tree, host, files, problems, only_routes=only_routes)
+    return evolve(build_config(tree, host, files, problems, only_routes=only_routes), given=given)
 
 
-def read_tree(
-    files: Sequence[str | Path],
-    sets: Iterable[str],
-    port: int | None,
-    environ: Mapping[str, str],
-    problems: list[str],
-) -> Node:
-    """All sources, merged. Raises ConfigError for files that cannot be read."""
+def read_files(files: Sequence[str | Path], problems: list[str]) -> Node:
+    """All files, merged over ``DEFAULTS``. Raises ConfigError for those that cannot be read."""
     tree = from_plain(DEFAULTS, DEFAULT)
     unreadable: list[str] = []
     for file in files:
@@ -123,6 +144,17 @@ def read_tree(
         tree = merge(tree, part)
     if unreadable:
         raise ConfigError(unreadable, ", ".join(map(str, files)))
+    return tree
+
+
+def complete(
+    tree: Node,
+    sets: Iterable[str],
+    port: int | None,
+    environ: Mapping[str, str],
+    problems: list[str],
+) -> Node:
+    """``tree``, overridden by the environment and by options."""
     overrides = from_environment(environ)
     for assignment in sets:
         try:

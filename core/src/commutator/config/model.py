@@ -226,7 +226,7 @@ class LogConfig:
 
     format: Literal["text", "json"] = setting("Plain lines, or one JSON object per line.", "text")
     level: Literal["debug", "info", "warning", "error"] = setting(
-        "Lowest severity that is printed.", "info"
+        "Lowest severity that is printed.", "info", takes_effect="live"
     )
 
 
@@ -255,54 +255,81 @@ class PluginsConfig:
 class Config:
     """A whole deployment."""
 
-    models: tuple[ModelConfig, ...] = setting("The models that clients can request.")
-    engines: tuple[EngineConfig, ...] = setting(
-        "The engines that serve them, each with its workers."
+    models: tuple[ModelConfig, ...] = setting(
+        "The models that clients can request.", takes_effect="workers"
     )
-    router: RouterConfig = setting("How a worker is chosen.", factory=_default_router)
+    engines: tuple[EngineConfig, ...] = setting(
+        "The engines that serve them, each with its workers.", takes_effect="workers"
+    )
+    router: RouterConfig = setting(
+        "How a worker is chosen.", factory=_default_router, takes_effect="new requests"
+    )
     disaggregation: DisaggregationConfig | None = setting(
-        "When prefill and decode run on different workers; never by default.", None
+        "When prefill and decode run on different workers; never by default.",
+        None,
+        takes_effect="new requests",
     )
     migration: MigrationConfig = setting(
-        "What happens to a request whose worker is lost.", factory=MigrationConfig
+        "What happens to a request whose worker is lost.",
+        factory=MigrationConfig,
+        takes_effect="new requests",
     )
-    tiers: tuple[TierConfig, ...] = setting("Storage tiers for KV blocks, fastest first.", ())
+    tiers: tuple[TierConfig, ...] = setting(
+        "Storage tiers for KV blocks, fastest first.", (), takes_effect="workers"
+    )
     observers: tuple[ObserverConfig, ...] = setting(
-        "Observers of requests and workers in each front-door process.", ()
+        "Observers of requests and workers in each front-door process.", (), takes_effect="doors"
     )
     auth: tuple[AuthenticatorConfig, ...] = setting(
-        "What tells who sends a request, asked in this order; without an entry nobody is asked.", ()
+        "What tells who sends a request, asked in this order; without an entry nobody is asked.",
+        (),
+        takes_effect="new requests",
     )
     limiter: LimiterConfig = setting(
         "What counts requests against the limits of principals: by default `ledger` where "
         "commutator-limits is installed.",
         factory=lambda: LimiterConfig(kind="unlimited"),
+        takes_effect="doors",
     )
     operations: tuple[OperationsConfig, ...] | None = setting(
         "What operators see and do on the doors, beside health, metrics and administration: by "
         "default the live view and the page at /ui, `console`, where commutator-console is "
         "installed. A list replaces the default: name `console` in it, too, to keep it.",
         None,
+        takes_effect="doors",
     )
     frontend: FrontendConfig = setting(
-        "The front-door processes and their doors.", factory=FrontendConfig
+        "The front-door processes and their doors.", factory=FrontendConfig, takes_effect="doors"
     )
-    runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)
-    cluster: ClusterConfig = setting("Several hosts that serve together.", factory=ClusterConfig)
+    runtime: RuntimeConfig = setting(
+        "Processes and their supervision.", factory=RuntimeConfig, takes_effect="never"
+    )
+    cluster: ClusterConfig = setting(
+        "Several hosts that serve together.", factory=ClusterConfig, takes_effect="never"
+    )
     registry: RegistryConfig = setting(
-        "The registry of workers.", factory=lambda: RegistryConfig(kind="memory")
+        "The registry of workers.",
+        factory=lambda: RegistryConfig(kind="memory"),
+        takes_effect="never",
     )
     launcher: LauncherConfig = setting(
-        "What starts the processes.", factory=lambda: LauncherConfig(kind="process")
+        "What starts the processes.",
+        factory=lambda: LauncherConfig(kind="process"),
+        takes_effect="never",
     )
     planner: PlannerConfig | None = setting(
         "Starts and stops workers, to latency targets; also in `commutator replay --plan`. Without "
         "it there are as many workers as `replicas` say.",
         None,
+        takes_effect="never",
     )
-    log: LogConfig = setting("Logging.", factory=LogConfig)
-    tracing: TracingConfig | None = setting("OpenTelemetry; off by default.", None)
-    plugins: PluginsConfig = setting("Plugin selection.", factory=PluginsConfig)
+    log: LogConfig = setting("Logging.", factory=LogConfig, takes_effect="never")
+    tracing: TracingConfig | None = setting(
+        "OpenTelemetry; off by default.", None, takes_effect="doors"
+    )
+    plugins: PluginsConfig = setting(
+        "Plugin selection.", factory=PluginsConfig, takes_effect="never"
+    )
 
     @property
     def serving_role(self) -> Role:

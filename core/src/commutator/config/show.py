@@ -15,7 +15,7 @@ from commutator.config.tree import DEFAULT, Node, find
 from commutator.config.yaml_file import Dumper
 from commutator.contract.settings import Secret
 
-__all__ = ["effective", "show_config"]
+__all__ = ["effective", "show_config", "shown"]
 
 _MAX_WIDTH = 60
 """Characters. Longer lines do not move the comments of the others to the right."""
@@ -27,20 +27,21 @@ _COMMAND_LINES = ("args", "command")
 
 def effective(config: Config) -> dict[str, Any]:
     """Every value as plain data, in the order of the classes; loading it gives ``config`` again."""
-    result: dict[str, Any] = _plain(config)
+    result: dict[str, Any] = shown(config)
     return result
 
 
 def show_config(config: Config, tree: Node) -> str:
     """YAML text; each value has a comment with its origin from ``tree``. Secrets are hidden."""
-    lines = list(_lines(_plain(config, hide=True), tree, (), 0))
+    lines = list(_lines(shown(config, hide=True), tree, (), 0))
     width = max((len(text) for text, _ in lines if len(text) <= _MAX_WIDTH), default=0)
     return "".join(
         f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines
     )
 
 
-def _plain(value: Any, *, hide: bool = False) -> Any:
+def shown(value: Any, *, hide: bool = False) -> Any:
+    """A value of a configuration as plain data; ``hide``: without what may be secret."""
     if isinstance(value, Secret):
         return {"env": value.env} if value.env is not None else {"file": value.file}
     if attrs.has(type(value)):
@@ -51,15 +52,15 @@ def _plain(value: Any, *, hide: bool = False) -> Any:
             for field in attrs.fields(type(value))
         }
     if isinstance(value, Mapping):
-        plain = {key: _plain(item, hide=hide) for key, item in value.items()}
+        plain = {key: shown(item, hide=hide) for key, item in value.items()}
         return hidden_values(plain) if hide else plain
     if isinstance(value, list | tuple):
-        return [_plain(item, hide=hide) for item in value]
+        return [shown(item, hide=hide) for item in value]
     return value.value if isinstance(value, Enum) else value
 
 
 def _plain_field(name: str, value: Any, *, hide: bool) -> Any:
-    plain = _plain(value, hide=hide)
+    plain = shown(value, hide=hide)
     return hidden_arguments(plain) if hide and name in _COMMAND_LINES else plain
 
 

@@ -49,9 +49,11 @@ class DoorConfig:
     """The options of every door; each door plugin adds its own."""
 
     kind: str = setting("The door plugin: how bytes get in and out.", "http")
-    host: str = setting("Address to listen on.", "127.0.0.1")
+    host: str = setting("Address to listen on.", "127.0.0.1", takes_effect="never")
     port: Port = setting(
-        "Port to listen on; 0 chooses a free one, of the first door of all only.", 8000
+        "Port to listen on; 0 chooses a free one, of the first door of all only.",
+        8000,
+        takes_effect="never",
     )
     protocols: tuple[ProtocolConfig, ...] = setting(
         "What clients speak on this door; [{kind: openai}] by default. Empty: it is for operators.",
@@ -74,14 +76,17 @@ class FrontendConfig:
         "`frontend` itself, and with `admin: {host, port}` those of a second one for operators.",
         (),
     )
-    replicas: _Replicas = setting("Front-door processes that share the ports.", 1)
+    replicas: _Replicas = setting(
+        "Front-door processes that share the ports.", 1, takes_effect="live"
+    )
     max_concurrent_requests: PositiveInt = setting(
         "Requests served at the same time by one front-door process, which this protects; requests "
         "that wait for a worker (`router.busy`) do not count.",
         256,
+        takes_effect="live",
     )
     max_queued_requests: NonNegativeInt = setting(
-        "Requests that may wait for a place; one more is answered 429.", 1024
+        "Requests that may wait for a place; one more is answered 429.", 1024, takes_effect="live"
     )
     forward_headers: tuple[str, ...] = setting(
         "Request headers that routing policies and observers see, in lower case, such as x-team; "
@@ -92,6 +97,7 @@ class FrontendConfig:
     request_timeout_s: PositiveSeconds = setting(
         "A request that takes longer is answered 504; the header X-Request-Timeout-S lowers it.",
         600.0,
+        takes_effect="new requests",
     )
     max_logprobs: PositiveInt = setting(
         "Log probabilities, alternatives included, that one front-door process keeps for clients "

@@ -57,12 +57,12 @@ _Nodes = Annotated[int, Bounds(minimum=1, maximum=64)]
 class EngineConfig:
     """Options of every `engines` entry; each engine plugin adds its own."""
 
-    kind: str = setting("The engine plugin that runs these workers.")
+    kind: str = setting("The engine plugin that runs these workers.", takes_effect="never")
     name: str | None = setting("Names the workers: NAME-0, NAME-1, ...; the kind by default.", None)
     model: str | None = setting(
         "The `models` entry it serves; not needed when there is only one.", None
     )
-    replicas: _Workers = setting("How many workers of this kind.", 1)
+    replicas: _Workers = setting("How many workers of this kind.", 1, takes_effect="live")
     nodes: _Nodes = setting(
         "Over how many nodes of a Ray cluster each worker runs: tensor or pipeline parallelism of "
         "an engine that supports it (vllm).",
@@ -124,32 +124,40 @@ class ModelConfig:
     source: str = setting(
         "A .gguf file, a Hugging Face directory, package:NAME for an installed Python package that "
         "ships one of either, or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, which "
-        "`commutator serve` downloads once."
+        "`commutator serve` downloads once.",
+        takes_effect="never",
     )
     chat_template: str | None = setting(
-        "A Jinja file that replaces the model's own chat template.", None
+        "A Jinja file that replaces the model's own chat template.",
+        None,
+        takes_effect="new requests",
     )
     max_model_len: PositiveInt | None = setting(
         "Longest prompt plus answer in tokens; the model's own limit when not given.", None
     )
     generation: GenerationConfig = setting(
-        "How answers are chosen where a request does not say it.", factory=GenerationConfig
+        "How answers are chosen where a request does not say it.",
+        factory=GenerationConfig,
+        takes_effect="new requests",
     )
     tool_parser: str = setting(
         "Reads calls of tools in the model's answers: the model's family; auto: the one that its "
         "chat template shows; none: calls are not read, and tools are refused.",
         "auto",
+        takes_effect="new requests",
     )
     reasoning_parser: str = setting(
         "Reads what the model thinks before it answers; auto: as its chat template shows; none: "
         "thoughts are part of the text.",
         "auto",
+        takes_effect="new requests",
     )
     special_tokens_in_contents: Literal["text", "tokens"] = setting(
         "What `<|im_start|>` and the like are in what clients write in conversations: text, so "
         "that nobody can forge a role; or tokens, if all clients are trusted. In plain prompts "
         "they are tokens.",
         "text",
+        takes_effect="new requests",
     )
 
 
@@ -192,6 +200,8 @@ class LaunchContext:
     hosts reach it, and it knows who asks."""
     group: NodeGroup | None = None
     """Set for a worker over several nodes; None: the process is the whole worker."""
+    devices: tuple[int, ...] = ()
+    """The worker's own among ``EngineConnector.devices``; empty where those are."""
 
 
 @frozen(kw_only=True)
@@ -409,6 +419,14 @@ class EngineConnector(ABC, Generic[ConfigT]):
         Called after ``problems`` found none.
         """
         del config, model
+        return ()
+
+    def devices(self, config: ConfigT) -> Sequence[int]:
+        """The GPUs that are divided evenly among its replicas, each of which owns its part.
+
+        Empty, as by default: workers see every GPU that this machine shows them.
+        """
+        del config
         return ()
 
     @abstractmethod

@@ -8,20 +8,28 @@ from typing import Any, Literal, get_args
 
 from attrs import Attribute, field, frozen
 
+from commutator.contract.registry import Registry
+from commutator.contract.service import Service
 from commutator.contract.settings import setting
 
 __all__ = [
     "OPERATIONS_PREFIX",
+    "OPERATOR",
     "Operations",
     "OperationsConfig",
     "OperationsContext",
     "OperationsDoor",
     "OperationsNeed",
     "OperationsRoute",
+    "SupervisedOperations",
+    "SupervisorContext",
 ]
 
 OPERATIONS_PREFIX = "/admin/"
 """Of the path of every route that asks who its caller is."""
+
+OPERATOR = "operator"
+"""The key of a request, for ``OperationsRoute.handle``, with who sent it, in words for a log."""
 
 OperationsNeed = Literal["act", "watch", "nothing"]
 """What a caller needs. "act", to change the run: the permission `admin`, or to be the run's own
@@ -83,6 +91,30 @@ class OperationsContext:
     local_socket: str | None
     """Path of the Unix socket on which this process serves its own user, beside those of the other
     front doors of the deployment in the same folder; None without one."""
+
+
+@frozen(kw_only=True)
+class SupervisorContext:
+    """What a part of operations is made from that runs beside a supervisor."""
+
+    supervisor: Any
+    """The ``commutator.supervisor.supervisor.Supervisor``, whose workers are not started yet."""
+    registry: Registry
+    """The deployment's registry."""
+
+
+@frozen
+class SupervisedOperations:
+    """Registered in place of a factory, for operations with a part beside the supervisor."""
+
+    at_door: Callable[[Any, OperationsContext], Operations]
+    """``factory(config, context)``, as for all operations."""
+    beside: Callable[[Any, SupervisorContext], Awaitable[Service]]
+    """Makes the part beside the supervisor, which may change what that is about to run."""
+
+    def __call__(self, config: Any, context: OperationsContext) -> Operations:
+        """Make the part at a door."""
+        return self.at_door(config, context)
 
 
 class Operations(ABC):

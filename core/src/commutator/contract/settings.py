@@ -135,6 +135,11 @@ class SettingNote(str):  # noqa: SLOT000 - cattrs' own notes have none either
         return note
 
 
+TakesEffect = Literal["live", "new requests", "workers", "doors", "never"]
+"""When a change of an option applies: at once; to requests that begin later; as its workers, or the
+front doors, are replaced one after another; or not before `commutator serve` is started again."""
+
+
 def setting(
     doc: str,
     default: Any = NOTHING,
@@ -145,6 +150,7 @@ def setting(
     of_host: bool = False,
     tunable: tuple[float, float] | None = None,
     tunable_scale: Literal["log", "linear"] = "log",
+    takes_effect: TakesEffect | None = None,
 ) -> Any:
     """An attrs field with a description, shown in the JSON Schema and in the reference.
 
@@ -154,6 +160,7 @@ def setting(
     equal ratios, or with ``tunable_scale="linear"`` at equal distances. It tunes options of routing
     and disaggregation policies and of stages, and nothing that is not declared. Declare none that
     protects, such as the cap of a queue, a time-out or a budget.
+    ``takes_effect``: when a change of it applies to a running deployment; None: as what it is in.
     ``validator`` raises ValueError, which is reported with the field's path; its message may begin
     with the field's name and a colon.
     """
@@ -164,7 +171,12 @@ def setting(
         default=attrs.Factory(factory) if factory is not None else default,
         validator=None if validator is None else _located(validator),
         repr=not secret,
-        metadata={"doc": doc, "of_host": of_host, "tunable": declared},
+        metadata={
+            "doc": doc,
+            "of_host": of_host,
+            "tunable": declared,
+            "takes_effect": takes_effect,
+        },
     )
 
 

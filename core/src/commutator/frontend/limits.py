@@ -83,6 +83,12 @@ class ConcurrencyLimiter:
         """Whether every place is taken, and every place of the queue."""
         return self.running >= self._max_running and self.waiting >= self._queue.max_length
 
+    def resize(self, max_running: int, max_waiting: int) -> None:
+        """Other limits from now on. More may run and wait until enough have ended."""
+        self._max_running, self._queue.max_length = max_running, max_waiting
+        while self._turns and self.running < self._max_running:
+            self._admit_next()
+
     def check(self, caller: Caller) -> None:
         """Raise OverloadedError if a request of ``caller`` would be refused now."""
         if self.is_full:

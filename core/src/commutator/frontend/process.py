@@ -62,9 +62,12 @@ from commutator.trust import network_of_this_process
 __all__ = [
     "REGISTRY",
     "GroupedLog",
+    "chosen_operations",
     "follow_supervisor",
     "main",
+    "parsers_of",
     "serve_frontend",
+    "text_models",
     "wait_for_workers",
 ]
 
@@ -73,7 +76,7 @@ log = logging.getLogger("commutator.frontend.process")  # not "__main__"
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "HOST:PORT"."""
 
-_OPERATIONS = ("console",)
+_OPERATIONS = ("console", "rollout")
 """Kinds that are served where they are installed and `operations` is left out."""
 _SUPERVISOR_EVERY_S = 1.0
 _REGISTRY_PATIENCE_S = 5.0
@@ -104,11 +107,11 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     registry = RegistryClient(registry_address)
     counting = _limiter(loaded, door, hub)
-    models = _text_models(config.models)
+    models = text_models(config.models)
     services = FrontendServices(
         config=config.frontend,
         models=models,
-        parsers=_parsers(config.models, models, loaded.host),
+        parsers=parsers_of(config.models, models, loaded.host),
         dispatcher=dispatcher,
         limiter=limiter,
         gate=gate,
@@ -116,6 +119,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         observer=loaded.host,
         registry=registry,
         registry_address=registry_address,
+        loaded=loaded,
         planner=link,
         response_stores={
             name: one.thing for name, one in loaded.host.response_stores.kinds.items()
@@ -329,12 +333,22 @@ def _operations(
     services: FrontendServices,
     local_socket: str | None,
 ) -> list[Operations]:
+    """What operators get at the doors."""
+    context = OperationsContext(services=services, local_socket=local_socket)
+    return [
+        host.operations.kinds[one.kind].thing(one, context)
+        for one in chosen_operations(host, chosen)
+    ]
+
+
+def chosen_operations(
+    host: PluginHost, chosen: Sequence[OperationsConfig] | None
+) -> Sequence[OperationsConfig]:
     """Those of the section `operations`; None: those that are served by default."""
     kinds = host.operations.kinds
     if chosen is None:
         chosen = [kinds[name].config_class(kind=name) for name in _OPERATIONS if name in kinds]
-    context = OperationsContext(services=services, local_socket=local_socket)
-    return [kinds[one.kind].thing(one, context) for one in chosen]
+    return chosen
 
 
 def _log_running(requests: int, left_s: float) -> None:
@@ -372,7 +386,8 @@ def _limiter(loaded: Loaded, door: str, hub: Hub) -> RequestLimiter:
     return limiter.at_door(LimiterContext(door=door, alone=alone, hub=hub))
 
 
-def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
+def text_models(configs: Sequence[ModelConfig]) -> dict[str, TextModel]:
+    """What each model reads and writes, by the name that clients give."""
     models = {}
     for config in configs:
         model = load_text_model(config.source)
@@ -390,9 +405,9 @@ def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
     return models
 
 
-def _parsers(
-    configs: tuple[ModelConfig, ...], models: Mapping[str, TextModel], host: PluginHost
-) -> Mapping[str, Parser]:
+def parsers_of(
+    configs: Sequence[ModelConfig], models: Mapping[str, TextModel], host: PluginHost
+) -> dict[str, Parser]:
     """Those of models whose parser is installed, which need not be so for the default one."""
     found = {}
     for config in configs:

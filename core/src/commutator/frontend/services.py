@@ -13,6 +13,7 @@ from attrs import define, field
 from commutator.auth.gate import Gate
 from commutator.auth.rights import longest, may_use
 from commutator.auth.unlimited import Unlimited
+from commutator.config.load import Loaded
 from commutator.contract.door import FrontendConfig
 from commutator.contract.limiter import RequestLimiter
 from commutator.contract.observer import Observer
@@ -67,6 +68,8 @@ class FrontendServices:
     """Where workers are drained and get other roles; None: nowhere."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry, for people; None when it has no address."""
+    loaded: Loaded | None = None
+    """What the process serves by; None in tests of parts."""
     planner: PlannerLink | None = None
     """The way to the planner; None: the deployment has none."""
     refused: Mapping[str, int] = field(factory=dict)
@@ -112,17 +115,18 @@ class FrontendServices:
         )
         for name in self.models:
             self.metrics.model_served(name)
-        self.preprocessors = {
-            name: Preprocessor(
-                name,
-                text,
-                self.config.prompt_cache_bytes,
-                self.dispatcher.hashed_block_size(name),
-                self.metrics,
-                self.work,
-            )
-            for name, text in self.models.items()
-        }
+        self.preprocessors = {name: self.preprocessor(name) for name in self.models}
+
+    def preprocessor(self, name: str) -> Preprocessor:
+        """A new one for a model of ``models``, whose routing ``dispatcher`` knows."""
+        return Preprocessor(
+            name,
+            self.models[name],
+            self.config.prompt_cache_bytes,
+            self.dispatcher.hashed_block_size(name),
+            self.metrics,
+            self.work,
+        )
 
     def _registry_age_s(self) -> float:
         age_s = None if self.registry is None else self.registry.view_age_s()

@@ -7,9 +7,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from weakref import WeakSet
 
 from commutator.config.model import Config
-from commutator.contract.engine import EngineClient
+from commutator.contract.engine import EngineClient, EngineConfig
 from commutator.contract.observer import Observer
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest, RequestSummary
 from commutator.contract.tuning import Trial
@@ -21,7 +22,7 @@ from commutator.routing.dispatch import Dispatch, DispatchLimits
 from commutator.routing.forward import Forward
 from commutator.routing.load import InFlightLoad
 from commutator.routing.membership import Membership
-from commutator.routing.model import model_routing, tune
+from commutator.routing.model import ModelRouting, model_routing, tune
 from commutator.routing.placement import Placement, Usable, able
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerEvents
@@ -62,21 +63,81 @@ class Dispatcher:
         self._on_placed = on_placed
         self._workers = LiveWorkers(on_routable=self._wake)
         self.poll = WorkerPoll(self._workers, tiers=bool(config.tiers))
-        disagg = config.disaggregation
         self._from_zero = config.scales_from_zero
-        queues = config.router.busy.enabled or (disagg is not None and disagg.router.busy.enabled)
-        queues |= self._from_zero
         self.load = load or InFlightLoad()
-        self.load.on_fall = self._wake if queues else None
-        engines = {engine.name or engine.kind: engine for engine in config.engines}
-        compatibility = WorkerCompatibility(engines, host)
-        rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
+        self.load.on_fall = self._wake if _queues(config) else None
+        self._engines = _by_name(config)
+        self._compatibility = WorkerCompatibility(self._engines, host)
         events = config.cluster.events
         self._bus = host.event_buses.kinds[events.kind].thing(events)
-        shared = (config, host, self._workers, self.load, compatibility, rng, on_waiting, self._bus)
-        self._models = {model.name: model_routing(model.name, *shared) for model in config.models}
-        self.membership = Membership(engines, self._models, self._workers, compatibility, host)
+        self._routing = partial(
+            model_routing,
+            host=host,
+            workers=self._workers,
+            load=self.load,
+            compatibility=self._compatibility,
+            rng=rng or random.Random(),  # noqa: S311 - balances load, guards nothing
+            on_waiting=on_waiting,
+            bus=self._bus,
+        )
+        self._models = {model.name: self._routing(model.name, config) for model in config.models}
+        self._arriving: set[str] = set()
+        """Models that were added to a running front door, until they have had a worker."""
+        self._replaced: WeakSet[ModelRouting] = WeakSet()
+        """What requests that were placed by an earlier configuration still use."""
+        self.membership = Membership(
+            self._engines, self._models, self._workers, self._compatibility, host
+        )
         self._config = config
+
+    async def use(self, config: Config) -> None:
+        """Route requests that come from now on as ``config`` says, which keeps the event bus.
+
+        Those before end as they began. Models that it lacks stay until ``forget``. Raises what a
+        policy raises that is made with it; then nothing has changed.
+        """
+        old = self._config
+        same = (old.router, old.disaggregation) == (config.router, config.disaggregation)
+        made = {
+            name: self._routing(name, config, kept=() if known is None else known.indexers())
+            for name in (model.name for model in config.models)
+            if (known := self._models.get(name)) is None or not same
+        }
+        indexers = {
+            name: [one for one in routing.indexers() if one not in self._indexers_of(name)]
+            for name, routing in made.items()
+        }
+        for name, fresh in indexers.items():
+            for indexer in fresh:
+                await indexer.follow(self._workers.of(name))
+        self._arriving |= made.keys() - self._models.keys()
+        unused = {one for name in made for one in self._indexers_of(name)}
+        self._replaced |= {self._models[name] for name in made.keys() & self._models.keys()}
+        self._models.update(made)
+        self._engines.clear()
+        self._engines.update(_by_name(config))
+        self._compatibility.forget_styles()
+        self.load.on_fall = self._wake if _queues(config) else None
+        self.poll.tiers = bool(config.tiers)
+        self._config = config
+        for name, fresh in indexers.items():  # workers may have come and gone meanwhile
+            for indexer in fresh:
+                await indexer.follow(self._workers.of(name))
+        for indexer in unused - {one for name in made for one in self._indexers_of(name)}:
+            await indexer.close()
+        await self.membership.look_again()
+        self._wake()
+
+    async def forget(self, model: str) -> None:
+        """Drop a model that ``use`` was given no more, and of which no request is left."""
+        if (routing := self._models.pop(model, None)) is not None:
+            self._arriving.discard(model)
+            for indexer in routing.indexers():
+                await indexer.close()
+
+    def _indexers_of(self, model: str) -> list[KvIndexer]:
+        known = self._models.get(model)
+        return [] if known is None else known.indexers()
 
     def tune(self, values: Mapping[str, float], trial: Trial | None) -> None:
         """Route by other values of tunable options, and by that of ``trial`` the requests it takes.
@@ -178,11 +239,16 @@ class Dispatcher:
 
         Where a planner starts the first worker for a request that waits, none is needed.
         """
-        return self._from_zero or all(map(self._serves, self._models))
+        return self._from_zero or all(self.models_ready().values())
 
     def models_ready(self) -> dict[str, bool]:
-        """By model, whether it has a routable worker, and one that computes prompts."""
-        return {model: self._serves(model) for model in self._models}
+        """By model, whether it has a routable worker, and one that computes prompts.
+
+        One that was added while this front door runs is not expected to before it has had one.
+        """
+        served = {model.name: self._serves(model.name) for model in self._config.models}
+        self._arriving -= {model for model, serves in served.items() if serves}
+        return {model: serves or model in self._arriving for model, serves in served.items()}
 
     def _serves(self, model: str) -> bool:
         workers = self._workers.routable(model)
@@ -291,7 +357,7 @@ class Dispatcher:
         return placement
 
     def _wake(self) -> None:
-        for model in self._models.values():
+        for model in (*self._replaced, *self._models.values()):
             model.wake()
 
     async def close(self) -> None:
@@ -300,6 +366,17 @@ class Dispatcher:
         for indexer in self.indexers().values():
             await indexer.close()
         await self._bus.close()
+
+
+def _by_name(config: Config) -> dict[str, EngineConfig]:
+    return {engine.name or engine.kind: engine for engine in config.engines}
+
+
+def _queues(config: Config) -> bool:
+    """Whether requests may wait for a worker."""
+    disagg = config.disaggregation
+    busy = config.router.busy.enabled or (disagg is not None and disagg.router.busy.enabled)
+    return busy or config.scales_from_zero
 
 
 def _forwards(worker: LiveWorker) -> bool:

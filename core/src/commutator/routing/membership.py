@@ -44,6 +44,8 @@ class Membership:
         self._workers = workers
         self._compatibility = compatibility
         self._host = host
+        self._ignored: dict[str, WorkerRecord] = {}
+        """Workers of engines that are not known, by worker id."""
 
     async def worker_up(self, record: WorkerRecord) -> None:
         """Add a worker that is new in the registry, or apply a change of a known one."""
@@ -55,6 +57,7 @@ class Membership:
         if config is None:
             log.error("worker %s ignored: its engine %s is not in this front door's configuration",
                       record.worker_id, record.engine)  # fmt: skip
+            self._ignored[record.worker_id] = record
             return
         client = self._client(config, record)
         if client is None:
@@ -72,6 +75,14 @@ class Membership:
         if not record.draining:
             self._host.worker_up(record)
 
+    async def look_again(self) -> None:
+        """The engines have changed: some workers that were ignored may be known now."""
+        for worker_id in [
+            name for name, one in self._ignored.items() if one.engine in self._engines
+        ]:
+            if (record := self._ignored.pop(worker_id, None)) is not None:
+                await self.worker_up(record)
+
     def _client(self, config: EngineConfig, record: WorkerRecord) -> EngineClient | None:
         kind = self._host.engines.kinds.get(config.kind)
         if kind is not None:
@@ -84,6 +95,7 @@ class Membership:
         Its requests migrate or fail at once, but where only the lease lapsed: see
         ``LiveWorkers.remove``.
         """
+        self._ignored.pop(worker_id, None)
         worker = await self._workers.remove(worker_id, reason)
         if worker is None:
             return

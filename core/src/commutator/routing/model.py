@@ -132,10 +132,12 @@ def model_routing(
     rng: random.Random,
     on_waiting: Callable[[int], None],
     bus: EventBus,
+    kept: Sequence[KvIndexer] = (),
 ) -> ModelRouting:
     """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1.
 
-    ``bus`` carries the KV events; the caller closes it.
+    ``bus`` carries the KV events; the caller closes it. ``kept``: indexers of the model's workers,
+    used where their options agree.
     """
     from_zero = config.scales_from_zero
 
@@ -144,7 +146,9 @@ def model_routing(
         policy = host.routers.kinds[config.kind].thing(config)
         indexer = None
         if policy.uses_overlap:
-            indexer = shared if shared and shared.serves(config) else KvIndexer(config, bus=bus)
+            known = (*(() if shared is None else (shared,)), *kept)
+            serving = (one for one in known if one.serves(config))
+            indexer = next(serving, None) or KvIndexer(config, bus=bus)
         router = ModelRouter(policy, indexer, load, rng, config.block_size)
         return Placer(
             model,

@@ -73,6 +73,11 @@ class LiveWorkers:
     def all(self) -> list[LiveWorker]:
         return list(self._workers.values())
 
+    def of(self, model: str) -> list[WorkerRecord]:
+        """The announced workers of a model."""
+        workers = self._workers.values()
+        return [one.record for one in workers if one.announced and one.record.model == model]
+
     def routable(self, model: str, *, prefill: bool = False) -> Sequence[LiveWorker]:
         """Workers that can take a request for ``model``, ordered by worker id.
 
@@ -301,7 +306,7 @@ class WorkerPoll:
         self.refused: dict[str, Mapping[str, int]] = {}
         """Connections that workers' processes refused, by service and worker id."""
         self._workers = workers
-        self._tiers = tiers
+        self.tiers = tiers
         self._every_s = every_s
         self._disaggregated = False
 
@@ -317,7 +322,7 @@ class WorkerPoll:
         # Roles change but counters persist: after the first prefill worker this stays on.
         self._disaggregated |= any(worker.record.role is Role.PREFILL for worker in workers)
         connected = [worker for worker in workers if worker.connected]
-        tiered = connected if self._tiers else ()
+        tiered = connected if self.tiers else ()
         handing = connected if self._disaggregated else ()
         limit_s = self._every_s
         self.kv, self.transfers, self.refused = await asyncio.gather(

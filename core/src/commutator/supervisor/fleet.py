@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from attrs import define, evolve, field, frozen
@@ -19,7 +20,7 @@ from commutator.registry.claims import workers_only
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.specs import WorkerSpec
 
-__all__ = ["ActionResult", "Agent", "Fleet", "loaded"]
+__all__ = ["ActionResult", "Agent", "Fleet", "OnRefused", "Running", "loaded"]
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +59,30 @@ class ActionResult:
     """For people."""
 
 
+OnRefused = Callable[[Agent, BaseException | None], None]
+
+
+@frozen
+class Running:
+    """A worker of this deployment, and what became of it."""
+
+    spec: WorkerSpec
+    phase: WorkerPhase
+    held: bool
+    """People drain it, and it does not stop by that."""
+    failures: int
+    """Starts in a row that have failed."""
+    cause: str
+    """Why the last one did; empty without a failure."""
+
+
 @define(eq=False)
 class _Member:
     spec: WorkerSpec
     agent: Agent
     launched_s: float
-    planned: bool
-    """Launched by a plan: that it cannot start does not end the deployment."""
+    on_refused: OnRefused | None
+    """Called when it can never start; None: that ends the deployment."""
     role: Role
     """The last one that the registry had."""
     roles: Sequence[Role]
@@ -136,10 +154,15 @@ class Fleet:
 
     def begin(self, specs: Sequence[WorkerSpec]) -> None:
         """Start the first workers, and launch others later like the first of each role."""
+        self.launch_like(specs)
+        for spec in specs:
+            self._add(spec, None)
+
+    def launch_like(self, specs: Sequence[WorkerSpec]) -> None:
+        """Launch workers for a plan like the first of each role."""
+        self._prototypes = {}
         for spec in specs:
             self._prototypes.setdefault(Role(spec.config.role), spec)
-        for spec in specs:
-            self._add(spec, planned=False)
 
     @property
     def roles(self) -> Sequence[Role]:
@@ -189,13 +212,17 @@ class Fleet:
         if member.leaving or member.task.cancelled():
             return
         error = member.task.exception()
-        if not member.planned and error is not None:
+        if member.on_refused is not None:
+            member.on_refused(member.agent, error)
+        elif error is not None:
             raise error
-        role = Role(member.spec.config.role)
+
+    def _launch_refused(self, role: Role, agent: Agent, error: BaseException | None) -> None:
+        name = agent.name
         refusals = self._refusals[role] = self._refusals.get(role, 0) + 1
         wait_s = min(5.0 * 2**refusals, 300.0)
         self._refused_until_s[role] = self._clock() + wait_s
-        if (unready := member.agent.unready) is not None:
+        if (unready := agent.unready) is not None:
             self._refused[role] = evolve(
                 unready, state=UnreadyState.FAILING, cause=str(error), failures=refusals
             )
@@ -261,6 +288,21 @@ class Fleet:
                 )
         return found
 
+    def running(self) -> list[Running]:
+        """Every worker of this deployment, also those that drain or are being stopped."""
+        return [self._running(member) for member in self._members.values()]
+
+    def _running(self, member: _Member) -> Running:
+        seen, unready = self._planned(member, self._clock()), member.agent.unready
+        leaves = member.leaving or (member.drain is not None and member.becoming is None)
+        return Running(
+            spec=member.spec,
+            phase=WorkerPhase.DRAINING if leaves else seen.phase,
+            held=seen.phase is WorkerPhase.DRAINING and not leaves,
+            failures=0 if unready is None else unready.failures,
+            cause="" if unready is None else unready.cause or "",
+        )
+
     def _planned(self, member: _Member, now_s: float) -> PlannedWorker:
         name = member.agent.name
         record = self._records.get(name)
@@ -320,12 +362,30 @@ class Fleet:
             return ActionResult(
                 False, f"a launch waits {wait_s:.0f} s: the last one could not start"
             )
+        devices: tuple[int, ...] = ()
+        if prototype.device_sets:
+            taken = {
+                device
+                for one in self._members.values()
+                if one.spec.config.name == prototype.config.name
+                for device in one.spec.devices
+            }
+            free = (one for one in prototype.device_sets if taken.isdisjoint(one))
+            if not (devices := next(free, ())):
+                return ActionResult(False, f"no GPU of engine {prototype.config.name} is free")
+        spec = evolve(prototype, devices=devices)
+        return ActionResult(True, f"{self.start(spec, partial(self._launch_refused, role))} starts")
+
+    def start(self, prototype: WorkerSpec, on_refused: OnRefused) -> str:
+        """Start a worker like ``prototype``, on its devices; returns its id, which is a new one.
+
+        ``on_refused`` is called with its agent and an error when it can never start.
+        """
         stem, _, _ = prototype.worker_id.rpartition("-")
         number = 0
         while f"{stem}-{number}" in self._members or f"{stem}-{number}" in self._records:
             number += 1
-        member = self._add(evolve(prototype, worker_id=f"{stem}-{number}"), planned=True)
-        return ActionResult(True, f"{member.agent.name} starts")
+        return self._add(evolve(prototype, worker_id=f"{stem}-{number}"), on_refused).agent.name
 
     def cancel(self, worker_id: str) -> ActionResult:
         """Stop a worker that is not ready; one that has become ready meanwhile is drained."""
@@ -382,14 +442,14 @@ class Fleet:
         if record is None or not record.draining:  # no change will be seen that ends it
             member.returning = False
 
-    def _add(self, spec: WorkerSpec, *, planned: bool) -> _Member:
+    def _add(self, spec: WorkerSpec, on_refused: OnRefused | None) -> _Member:
         roles = [
             role
             for role, other in self._prototypes.items()
             if _with_role_of(spec.config, other.config) == other.config
         ]
         role = Role(spec.config.role)
-        member = _Member(spec, self._make_agent(spec), self._clock(), planned, role, roles)
+        member = _Member(spec, self._make_agent(spec), self._clock(), on_refused, role, roles)
         member.task = asyncio.create_task(member.agent.run())
         self._members[spec.worker_id] = member
         self._changed.set()

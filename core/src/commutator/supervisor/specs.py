@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from commutator.config.load import Loaded
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig, NodeGroup
@@ -17,10 +17,10 @@ from commutator.contract.tier import TierConfig
 from commutator.supervisor.hosts import kv_host
 from commutator.trust import Network
 
-__all__ = ["WorkerSpec", "generation_of", "worker_spec", "worker_specs"]
+__all__ = ["WorkerSpec", "generation_of", "with_capacity", "worker_spec", "worker_specs"]
 
-_HOW_MANY = {"replicas"}
-"""Options of an engine that change no worker."""
+_NOT_OF_WORKERS = ("live", "new requests", "doors")
+"""When options take effect that change no worker."""
 
 
 @frozen
@@ -42,6 +42,10 @@ class WorkerSpec:
     """As ``LaunchContext.kv_host``."""
     group: NodeGroup | None = None
     """As ``LaunchContext.group``, of rank 0."""
+    device_sets: tuple[tuple[int, ...], ...] = ()
+    """One for each worker of the engine at a time; empty: they own no devices."""
+    devices: tuple[int, ...] = ()
+    """Its own set of them."""
 
 
 def worker_specs(
@@ -68,30 +72,57 @@ def worker_spec(
     config = loaded.config
     model = next(one for one in config.models if one.name == engine.model)
     name = f"{engine.name}-{number}"
+    connector = loaded.host.engines.kinds[engine.kind].thing
+    sets = _parts(connector.devices(engine), engine.replicas)
     return WorkerSpec(
         worker_id=f"{host}-{name}" if host else name,
         config=engine,
         model=model,
-        connector=loaded.host.engines.kinds[engine.kind].thing,
+        connector=connector,
         tiers=config.tiers,
         host=host,
         labels=config.cluster.host.labels,
-        generation=generation_of(engine, model, config.tiers),
+        generation=generation_of(engine, model, config.tiers, len(sets[0]) if sets else 0),
         advertise="127.0.0.1" if network is None else network.advertise,
         kv_host=kv_host(config, network),
+        device_sets=sets,
+        devices=sets[number] if number < len(sets) else (),
     )
 
 
-def generation_of(engine: EngineConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> str:
+def with_capacity(spec: WorkerSpec, workers: int) -> WorkerSpec:
+    """``spec`` of an engine that may have up to ``workers`` at a time."""
+    config = evolve(spec.config, replicas=max(spec.config.replicas, workers))
+    sets = _parts(spec.connector.devices(config), config.replicas)
+    number = int(spec.worker_id.rpartition("-")[2])
+    devices = sets[number] if number < len(sets) else ()
+    return evolve(spec, config=config, device_sets=sets, devices=devices)
+
+
+def _parts(devices: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
+    each = len(devices) // workers
+    return tuple(
+        tuple(devices[begin : begin + each]) for begin in range(0, each * workers, each or 1)
+    )
+
+
+def generation_of(
+    engine: EngineConfig, model: ModelConfig, tiers: Sequence[TierConfig], devices: int = 0
+) -> str:
     """12 hexadecimal digits, the same for workers of the same options; secrets are not read.
 
-    Nor is what differs from host to host (``setting``'s ``of_host``).
+    Nor is what differs from host to host (``setting``'s ``of_host``), or needs no other worker.
+    ``devices``: how many each owns, which follows from `replicas`.
     """
-    options = {key: value for key, value in _shared(engine).items() if key not in _HOW_MANY}
-    parts = [options, _shared(model), [_shared(tier) for tier in tiers]]
+    parts: list[Any] = [_shared(engine), _shared(model), [_shared(tier) for tier in tiers]]
+    parts += [devices] if devices else []
     text = json.dumps(parts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _shared(options: attrs.AttrsInstance) -> dict[str, Any]:
-    return attrs.asdict(options, filter=lambda field, _: not field.metadata.get("of_host"))
+    def is_read(field: attrs.Attribute[Any], _: Any) -> bool:
+        of_worker = field.metadata.get("takes_effect") not in _NOT_OF_WORKERS
+        return of_worker and not field.metadata.get("of_host")
+
+    return attrs.asdict(options, filter=is_read)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,8 +26,10 @@ from commutator.config.model import Config
 from commutator.config.secrets import hidden_line, variables_of_frontends, variables_of_worker
 from commutator.config.show import effective
 from commutator.contract.door import DoorAddress
+from commutator.contract.engine import EngineConfig
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import AgentLauncher, Launcher
+from commutator.contract.operations import SupervisedOperations, SupervisorContext
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.registry import Registry
 from commutator.contract.service import Service
@@ -34,6 +37,8 @@ from commutator.contract.tuning import TuningContext
 from commutator.contract.worker import Role
 from commutator.demand import DoorReports
 from commutator.errors import ConfigError
+from commutator.frontend.process import chosen_operations
+from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
 from commutator.launcher.process import LocalLauncher
 from commutator.plugins import PluginHost
@@ -41,6 +46,7 @@ from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
 from commutator.registry.index_exchange import IndexExchange
 from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
+from commutator.supervisor.doors import Doors
 from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.hosts import (
@@ -55,7 +61,7 @@ from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_
 from commutator.supervisor.planner.loop import PlannerLoop, SteadyClock, Surroundings
 from commutator.supervisor.planner.service import PlannerService
 from commutator.supervisor.planner.setup import make_planner, make_tuning
-from commutator.supervisor.specs import WorkerSpec, worker_specs
+from commutator.supervisor.specs import WorkerSpec, with_capacity, worker_specs
 from commutator.supervisor.worker_agent import WorkerAgent
 from commutator.trust import adopt, host_and_port, in_url, use_network
 
@@ -110,16 +116,54 @@ class Supervisor:
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
         self._network = network_of(self._config)
+        self._engine = engine
         self._specs = worker_specs(loaded, self._network, engine)
-        self._front_doors = self._config.frontend.replicas if front_doors is None else front_doors
+        self._front_doors = front_doors
         self._secret = run_secret(self._config)
         self._agents: AgentLauncher | None = None
         """Where workers are launched that are not processes of this supervisor."""
         self._launcher = self._make_launcher()
-        self._fleet: Fleet | PlacedFleet | None = None
-        self._frontends: list[FrontendAgent] = []
+        self.is_whole = engine is None and front_doors is None
+        """Whether this process runs all that the configuration asks for."""
+        self.fleet: Fleet | PlacedFleet | None = None
+        self.doors: Doors | None = None
+        """As ``fleet``, None until it is about to run."""
+        self.on_hangup: Callable[[], None] | None = None
+        """Called by SIGHUP, which drains where nothing is, or once the terminal is gone."""
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
+
+    @property
+    def loaded(self) -> Loaded:
+        """What it runs."""
+        return self._loaded
+
+    def use(self, loaded: Loaded, leaving: Sequence[EngineConfig] = ()) -> None:
+        """Start workers and front doors of ``loaded`` from now on; those that run stay as they are.
+
+        Front doors read it with the entries ``leaving``, of which workers still run.
+        """
+        self._loaded, self._config = loaded, loaded.config
+        self._specs = self.specs_of(loaded)
+        logging.getLogger().setLevel(self._config.log.level.upper())
+        names = {engine.name for engine in self._config.engines}
+        known = (*self._config.engines, *(one for one in leaving if one.name not in names))
+        write_effective(evolve(self._config, engines=known), self._port, self.config_file)
+        if isinstance(self.fleet, Fleet):
+            self.fleet.launch_like(self._first_workers())
+
+    def specs_of(self, loaded: Loaded) -> list[WorkerSpec]:
+        """What its workers would be started from, if it ran ``loaded``."""
+        return worker_specs(loaded, self._network, self._engine)
+
+    @property
+    def config_file(self) -> Path:
+        """What front doors read."""
+        return self._folder / "config.json"
+
+    def prototypes(self) -> dict[str, WorkerSpec]:
+        """What a worker of each engine is started from, by its name."""
+        return {str(spec.config.name): spec for spec in reversed(self._specs)}
 
     def _make_launcher(self) -> Launcher:
         config = self._config.launcher
@@ -166,7 +210,13 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGINT, self._on_signal, True)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, False)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
-            loop.add_signal_handler(signal.SIGHUP, self._on_signal, False)
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup, _has_terminal())
+
+    def _on_hangup(self, had_terminal: bool) -> None:
+        if self.on_hangup is None or (had_terminal and not _has_terminal()):
+            self._on_signal(False)
+        else:
+            self.on_hangup()
 
     def _on_signal(self, impatient: bool) -> None:
         if not self._stop.is_set():
@@ -183,7 +233,7 @@ class Supervisor:
             await self._agents.open()
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
-        services = self._services()
+        services = [*self._ledger(), *[service async for service in self._operations(registry)]]
         server = RegistryServer(registry)
         address = await server.start()
         events = self._config.cluster.events
@@ -195,30 +245,27 @@ class Supervisor:
             clock = SteadyClock(most_s=_MOST_INTERVALS * planner.interval_s)
             reports = DoorReports(silence_s=_DOOR_SILENCE_S, gone_s=_DOOR_GONE_S)
         fleet, placing = self._make_workers(registry, address, clock, reports, bus)
-        self._fleet = fleet
+        self.fleet = fleet
         server.unready = fleet.unready
         claiming: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None and isinstance(fleet, Fleet):
             claim = self._claim(PLANNER, address, registry)
-            around = Surroundings(
-                fleet=fleet, reports=reports, may_act=lambda: claim.held, clock=clock
-            )
-            services.append(PlannerService(self._make_planner(planner, around)))
+            services.append(self._plan(planner, fleet, reports, clock, claim))
             claiming = [asyncio.create_task(claim.run())]
         server.serve(services)
         shared, hub_claim = await self._share(registry, services)
         claiming += hub_claim
         serving = [asyncio.create_task(service.run()) for service in services]
-        self._make_frontends(address)
+        doors = self.doors = self._begin_doors(address)
         if isinstance(fleet, Fleet):
             fleet.begin(self._first_workers())
         workers = asyncio.create_task(fleet.run())
-        frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
+        frontends = asyncio.create_task(doors.run())
         try:
-            await self._until_stopped([workers, *frontends, *serving, *claiming, *placing])
+            await self._until_stopped([workers, frontends, *serving, *claiming, *placing])
         finally:
             await _cancel([*serving, *claiming])
-            await _cancel(frontends)  # first, as their running requests need the workers
+            await _cancel([frontends])  # first, as their running requests need the workers
             await _cancel([workers])
             await _cancel(placing)
             if self._agents is not None:
@@ -232,8 +279,16 @@ class Supervisor:
                 await service.stop()
             await registry.close()
 
-    def _services(self) -> list[Service]:
-        """What plugins have run beside this supervisor."""
+    async def _operations(self, registry: Registry) -> AsyncIterator[Service]:
+        """The parts of operations that run beside a supervisor."""
+        host, context = self._loaded.host, SupervisorContext(supervisor=self, registry=registry)
+        for config in chosen_operations(host, self._config.operations):
+            made = host.operations.kinds[config.kind].thing
+            if isinstance(made, SupervisedOperations):
+                yield await made.beside(config, context)
+
+    def _ledger(self) -> list[Service]:
+        """What counts requests against limits, where something does."""
         config = self._config.limiter
         ledger = self._loaded.host.limiters.kinds[config.kind].thing(config).service()
         return [] if ledger is None else [ledger]
@@ -243,14 +298,21 @@ class Supervisor:
         host = self._config.cluster.host.name or ""
         return Claim(name, address, registry, self._config.runtime.lease_s, host=host)
 
-    def _make_planner(self, planner: PlannerConfig, around: Surroundings) -> PlannerLoop:
+    def _plan(
+        self,
+        planner: PlannerConfig,
+        fleet: Fleet,
+        reports: DoorReports,
+        clock: Callable[[], float],
+        claim: Claim,
+    ) -> PlannerService:
+        around = Surroundings(fleet=fleet, reports=reports, may_act=lambda: claim.held, clock=clock)
         context = TuningContext(
             config=self._config, launcher=self._launcher, folder=self._folder / "tuning"
         )
-        host = self._loaded.host
-        return PlannerLoop(
-            make_planner(self._config, planner, host), around, make_tuning(planner, host, context)
-        )
+        made = make_planner(self._config, planner, self._loaded.host)
+        tuning = make_tuning(planner, self._loaded.host, context)
+        return PlannerService(PlannerLoop(made, around, tuning))
 
     async def _share(
         self, registry: Registry, services: Iterable[Service]
@@ -282,18 +344,8 @@ class Supervisor:
         planner = self._config.planner
         if planner is None or planner.mode != "act":
             return self._specs
-        return [
-            evolve(
-                spec,
-                config=evolve(
-                    spec.config,
-                    replicas=max(
-                        spec.config.replicas, planner.bounds.of(Role(spec.config.role))[1]
-                    ),
-                ),
-            )
-            for spec in self._specs
-        ]
+        bounds = planner.bounds
+        return [with_capacity(one, bounds.of(Role(one.config.role))[1]) for one in self._specs]
 
     def _make_workers(
         self,
@@ -315,7 +367,10 @@ class Supervisor:
                 registry,
                 self._launcher,
                 self._folder,
-                those_set(variables_of_worker(self._config, spec.config)),
+                {
+                    **those_set(variables_of_worker(self._config, spec.config)),
+                    LOG_LEVEL: self._config.log.level.upper(),
+                },
                 bus=bus,
             )
 
@@ -339,16 +394,17 @@ class Supervisor:
         fleet = PlacedFleet(launcher, registry, workers, lambda: claim.held)
         return fleet, [asyncio.create_task(claim.run())]
 
-    def _make_frontends(self, address: str) -> None:
-        runtime = self._config.runtime
-        config_file = self._folder / "config.json"
-        write_effective(self._config, self._port, config_file)
+    def _begin_doors(self, address: str) -> Doors:
+        write_effective(self._config, self._port, self.config_file)
+        doors = Doors(lambda name: self._make_frontend(name, address))
+        count = self._front_doors
+        doors.begin(self._config.frontend.replicas if count is None else count)
+        return doors
+
+    def _make_frontend(self, name: str, address: str) -> FrontendAgent:
         secrets = those_set(variables_of_frontends(self._config))
-        env = {**secrets, "COMMUTATOR_REGISTRY": address}
-        self._frontends = [
-            FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)
-            for number in range(self._front_doors)
-        ]
+        env = {**secrets, LOG_LEVEL: self._config.log.level.upper(), "COMMUTATOR_REGISTRY": address}
+        return FrontendAgent(name, self._config.runtime, self._launcher, env, self.config_file)
 
     async def _until_stopped(self, agents: Iterable[asyncio.Task[None]]) -> None:
         """Wait for a signal. Raises the error of an agent, which ends only by an error."""
@@ -375,7 +431,7 @@ class Supervisor:
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
                 pause_s = min(2 * pause_s, _SAY_WAITING_EVERY_S)
-        if not self._frontends:
+        if not self._doors():
             names = ", ".join(agent.name for agent in self._all())
             self._printer.announce(f"Ready: {names}", f"ready: {names}")
             return
@@ -393,8 +449,20 @@ class Supervisor:
 
     def _all(self) -> list[Agent | PlacedWorker | FrontendAgent]:
         """Everything that is to run now."""
-        assert self._fleet is not None
-        return [*self._fleet.agents(), *self._frontends]
+        assert self.fleet is not None
+        return [*self.fleet.agents(), *self._doors()]
+
+    def _doors(self) -> list[FrontendAgent]:
+        return [] if self.doors is None else self.doors.agents()
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -246,6 +246,7 @@ class WorkerAgent:
             kv_host=spec.kv_host,
             guarded_host=spec.advertise,
             group=spec.group,
+            devices=spec.devices,
         )
         plan = spec.connector.launch_plan(spec.config, context)
         if plan is None:

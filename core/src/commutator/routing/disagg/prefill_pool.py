@@ -73,11 +73,15 @@ class WorkerCompatibility:
     def style(self, worker: WorkerRecord) -> HandoverStyle | None:
         """The hand-over style of the worker's engine; None if it has none, or is not installed."""
         if worker.engine not in self._styles:
-            config = self._engines[worker.engine]
-            kind = self._host.engines.kinds.get(config.kind)
+            config = self._engines.get(worker.engine)  # None: it leaves, with its entry
+            kind = None if config is None else self._host.engines.kinds.get(config.kind)
             style = None if kind is None else kind.thing.handover_style(config)
             self._styles[worker.engine] = style
         return self._styles[worker.engine]
+
+    def forget_styles(self) -> None:
+        """The engines have changed."""
+        self._styles.clear()
 
     def problem(self, prefill: WorkerRecord, decode: WorkerRecord) -> str | None:
         """Why ``prefill`` cannot prefill for ``decode``; None if it can."""

@@ -7,7 +7,7 @@ import heapq
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -172,6 +172,14 @@ class KvIndexer:
             self.exact |= {worker_id}
         if self._reviews is None:
             self._reviews = asyncio.create_task(self._review_regularly())
+
+    async def follow(self, records: Iterable[WorkerRecord]) -> None:
+        """Add those of ``records`` that are not known, and remove all other workers."""
+        wanted = {record.worker_id: record for record in records}
+        for worker_id in self._workers.keys() - wanted.keys():
+            await self.remove(worker_id)
+        for worker_id in wanted.keys() - self._workers.keys():
+            await self.add(wanted[worker_id])
 
     async def remove(self, worker_id: str) -> None:
         """Unsubscribe from a worker and forget its blocks. Unknown workers are ignored."""

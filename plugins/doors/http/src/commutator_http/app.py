@@ -14,6 +14,7 @@ from attrs import evolve
 
 from commutator.contract.answer import Failure
 from commutator.contract.operations import (
+    OPERATOR,
     Operations,
     OperationsDoor,
     OperationsNeed,
@@ -191,7 +192,7 @@ def _operations_routes(
 
 def _checked(check: _Check, handle: Handler) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
-        check(request)
+        request[OPERATOR] = check(request)
         return await handle(request)
 
     return handler

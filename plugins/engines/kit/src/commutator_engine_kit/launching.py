@@ -46,7 +46,6 @@ __all__ = [
     "compact_json",
     "event_settings",
     "event_sockets",
-    "gpus_of",
     "log_command",
     "missing_plugin",
     "only_to_attach",
@@ -208,6 +207,9 @@ class ServerConnector(EngineConnector[ConfigT]):
         found: Iterable[str] = () if config.url is not None else self._launch.warnings(config)
         return found
 
+    def devices(self, config: ConfigT) -> Sequence[int]:
+        return config.gpus
+
     @abstractmethod
     def paths(self) -> HttpRelay:
         """The paths that front doors need; the key is added to them."""
@@ -254,8 +256,8 @@ def server_environment(
     Raises ConfigError when a secret in `env` cannot be read.
     """
     env = {**defaults, **revealed(config.env)}
-    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if context.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, context.devices))
     return env
 
 
@@ -354,13 +356,6 @@ def argument_names(args: Sequence[str], ours: Mapping[str, str], where: str) -> 
     ]:
         raise ConfigError(problems, where)
     return given
-
-
-def gpus_of(gpus: Sequence[int], replicas: int, worker_id: str) -> tuple[int, ...]:
-    """The GPUs of one replica, in equal shares; the worker id ends with the replica's number."""
-    each = len(gpus) // replicas
-    number = int(worker_id.rpartition("-")[2])
-    return tuple(gpus[number * each : (number + 1) * each])
 
 
 def python_at(path: str, advice: str, where: str) -> str:
