@@ -6,6 +6,7 @@ from tests.support.front_door import FakeDispatcher, make_services
 
 from commutator.contract.operations import Operations, OperationsContext
 from commutator_console.live import Console
+from commutator_rollout.door import RolloutAtDoor
 from commutator_testing import CommandContract, OperationsContract
 
 
@@ -25,3 +26,13 @@ class TestConsole(OperationsContract):
     def make_operations(self) -> Operations:
         services = make_services(FakeDispatcher())
         return Console(OperationsContext(services=services, local_socket=None))
+
+
+class TestRolloutCommands(CommandContract):
+    module = "commutator_rollout.commands"
+
+
+class TestRollout(OperationsContract):
+    def make_operations(self) -> Operations:
+        services = make_services(FakeDispatcher())
+        return RolloutAtDoor(OperationsContext(services=services, local_socket=None))

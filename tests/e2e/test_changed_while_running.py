@@ -165,9 +165,7 @@ async def test_nothing_is_lost_while_everything_changes(tmp_path: Path) -> None:
         await traffic.some_more(400)
         assert traffic.workers["renamed"] >= 200
         assert traffic.workers["w"] - before <= 200, "those that ran when it was renamed"
-        report, _ = await operator.apply(
-            engines=[{**engine, "name": "renamed", "block_size": 32}]
-        )
+        report, _ = await operator.apply(engines=[{**engine, "name": "renamed", "block_size": 32}])
         assert paths(report) == {"engines[renamed].block_size": "workers"}
         assert report["workers"][0]["replaced"] == 2
         await traffic.some_more()

@@ -60,6 +60,7 @@ BUILDS_ON = {
 OF_CORE = {
     KIT,
     "commutator_replay",
+    "commutator_rollout",
     "commutator_console",
     "commutator_scaffold",
     "commutator_testing",

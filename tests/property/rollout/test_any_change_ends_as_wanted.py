@@ -38,8 +38,13 @@ def documents(draw: st.DrawFn) -> tuple[Want, ...]:
         generation = f"{draw(st.integers(1, 3))}/{sets}"  # it follows from the list, too
         model = draw(st.sampled_from(MODELS))
         wants.append(
-            Want(engine=engine, group=model, generation=generation, replicas=replicas,
-                 device_sets=sets)  # fmt: skip
+            Want(
+                engine=engine,
+                group=model,
+                generation=generation,
+                replicas=replicas,
+                device_sets=sets,
+            )  # fmt: skip
         )
     return tuple(wants)
 

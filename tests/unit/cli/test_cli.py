@@ -22,10 +22,10 @@ from commutator import plugins as loading
 from commutator.cli import added
 from commutator.cli.added import GROUP
 from commutator.cli.main import COMMANDS, main
-from commutator.cli.worker import requests_text
 from commutator.contract.commands import CommandRegister
 from commutator.errors import PluginError
 from commutator.hookspecs import hookimpl
+from commutator_rollout.worker import requests_text
 
 GOOD = """
 models: [{name: m, source: package:m}]
@@ -89,6 +89,7 @@ def test_help_imports_no_command() -> None:
         "commutator_certs",
         "commutator_console",
         "commutator_replay",
+        "commutator_rollout",
         "commutator_scaffold",
         "commutator_slo",
     }

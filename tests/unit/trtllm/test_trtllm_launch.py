@@ -61,7 +61,7 @@ def value_of(arguments: tuple[str, ...], name: str) -> str:
 
 def test_the_sidecar_starts_the_server(context: LaunchContext) -> None:
     config = evolve(CONFIG, role="prefill", args=("--tp_size=2",), env={"A": "b"}, gpus=(4, 5))
-    plan = launch_plan(config, evolve(context, worker_id="trtllm-0"))
+    plan = launch_plan(config, evolve(context, devices=(4, 5)))
     assert plan.address == "http://127.0.0.1:8123"
     assert plan.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
     options, server = msgspec.json.decode(plan.argv[3], type=SidecarOptions), plan.argv[4:]

@@ -33,6 +33,9 @@ class TrtllmConnector(EngineConnector[TrtllmConfig]):
 
         return problems(config, model, tiers)
 
+    def devices(self, config: TrtllmConfig) -> Sequence[int]:
+        return config.gpus
+
     def launch_plan(self, config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_trtllm.launch import launch_plan
 
