@@ -25,7 +25,8 @@ HEAD = """# Configuration
 
 Every option, generated from the classes that read it (`make docs`). `commutator config schema` prints the
 same as JSON Schema, so that editors complete it; `commutator config show FILE` shows the effective values
-and where each comes from. See [how to configure](../how-to/configure.md) for overrides and secrets.
+and where each comes from. See [how to configure](../how-to/configure.md) for overrides and secrets, and
+[what should run](../explanation/desired.md#when-an-option-takes-effect) for when a changed option takes effect.
 """
 
 
@@ -35,12 +36,16 @@ def page() -> str:
     attrs.resolve_types(Config, include_extras=True)
     for field in attrs.fields(Config):
         parts.append(f"## `{field.name}`\n\n{field.metadata['doc']}\n")
+        parts.append(
+            f"Takes effect, where an option says nothing else: {field.metadata['takes_effect']}.\n"
+        )
         seam = {
             "engines": host.engines,
             "router": host.routers,
             "tiers": host.tiers,
             "auth": host.authenticators,
             "limiter": host.limiters,
+            "operations": host.operations,
             "registry": host.registries,
             "launcher": host.launchers,
         }
@@ -149,6 +154,8 @@ def table(cls: Any, base: Any = None, *, hides_kind: bool = True) -> str:
     for field in fields:
         doc = field.metadata["doc"].replace("|", "\\|")
         what = describe(field.type)
+        if (effect := field.metadata.get("takes_effect")) is not None:
+            what += f"; takes effect: {effect}"
         if (tunable := field.metadata.get("tunable")) is not None:
             what += f"; tunable from {tunable.minimum:,} to {tunable.maximum:,}"
         lines.append(f"| `{field.name}` | {default(field)} | {doc} ({what}) |")

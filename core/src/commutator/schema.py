@@ -429,6 +429,8 @@ def _class_schema(cls: Any, special: Special | None) -> dict[str, Any]:
         schema = json_schema(attribute.type, special)
         if doc := attribute.metadata.get("doc"):
             schema["description"] = doc
+        if effect := attribute.metadata.get("takes_effect"):
+            schema["x-takes-effect"] = effect
         if attribute.default is attrs.NOTHING:
             required.append(attribute.name)
         elif isinstance(attribute.default, str | int | float | bool):

@@ -44,7 +44,7 @@ def documents(draw: st.DrawFn) -> tuple[Want, ...]:
                 generation=generation,
                 replicas=replicas,
                 device_sets=sets,
-            )  # fmt: skip
+            )
         )
     return tuple(wants)
 
@@ -75,9 +75,14 @@ class Fleet:
                 (want,) = (one for one in wants if one.engine == engine)
                 name = f"{engine}-{self.numbers}"
                 self.numbers += 1
-                worker = Worker(worker_id=name, engine=engine, group=want.group,
-                                generation=want.generation, phase=Phase.STARTING,
-                                devices=devices)  # fmt: skip
+                worker = Worker(
+                    worker_id=name,
+                    engine=engine,
+                    group=want.group,
+                    generation=want.generation,
+                    phase=Phase.STARTING,
+                    devices=devices,
+                )
                 self.workers[name] = worker, self.rng.randint(1, 9 if self.slow else 4)
             case Drain(name):
                 worker, _ = self.workers[name]
@@ -102,6 +107,19 @@ class Fleet:
         if found:
             name = found[number % len(found)]
             self.workers[name] = evolve(self.workers[name][0], phase=new), 3
+
+    def suffer(self, fault: str, number: int) -> None:
+        match fault:
+            case "crash":  # the guard ends all that the supervisor started
+                self.workers.clear()
+            case "worker dies":
+                self.change_one(Phase.READY, Phase.STARTING, number)
+            case "hold":
+                self.change_one(Phase.READY, Phase.HELD, number)
+            case "release":
+                self.change_one(Phase.HELD, Phase.READY, number)
+            case "slow":
+                self.slow = not self.slow
 
     def ready(self, group: str) -> int:
         return sum(one.group == group and one.phase is Phase.READY for one in self.all())
@@ -144,23 +162,12 @@ def test_every_sequence_ends_in_the_last_document(
 ) -> None:
     fleet, wants = Fleet(random.Random(seed)), first
     for kind, value in events:
-        match kind:
-            case "document":
-                wants = value
-            case "crash":  # the guard ends all that the supervisor started
-                fleet.workers.clear()
-            case "worker dies":
-                fleet.change_one(Phase.READY, Phase.STARTING, value)
-            case "hold":
-                fleet.change_one(Phase.READY, Phase.HELD, value)
-            case "release":
-                fleet.change_one(Phase.HELD, Phase.READY, value)
-            case "slow":
-                fleet.slow = not fleet.slow
-            case "time":
-                for _ in range(value):
-                    advance(fleet, wants, rules)
-                    fleet.tick()
+        if kind == "document":
+            wants = value
+        for _ in range(value if kind == "time" else 0):
+            advance(fleet, wants, rules)
+            fleet.tick()
+        fleet.suffer(kind, value)
         advance(fleet, wants, rules)
         fleet.tick()
     for one in [name for name, (worker, _) in fleet.workers.items() if worker.phase is Phase.HELD]:

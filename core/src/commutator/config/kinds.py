@@ -223,10 +223,26 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
         schema["properties"][section] |= _one_of_kinds(base, host, default)
         if default not in _catalog(base, host).kinds:
             schema["required"].append(section)
+    for section in schema["properties"].values():
+        _say_effect(section, section["x-takes-effect"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Commutator configuration",
     } | schema
+
+
+def _say_effect(schema: Any, takes_effect: str) -> None:
+    """Write down when each option takes effect that says nothing else than what it is in."""
+    if isinstance(schema, list):
+        for one in schema:
+            _say_effect(one, takes_effect)
+    elif isinstance(schema, dict):
+        for name, inner in schema.items():
+            if name == "properties":
+                for option in inner.values():
+                    _say_effect(option, option.setdefault("x-takes-effect", takes_effect))
+            elif name in {"items", "anyOf", "oneOf", "additionalProperties"}:
+                _say_effect(inner, takes_effect)
 
 
 def _frontend_schema(host: PluginHost) -> dict[str, Any]:
@@ -268,8 +284,9 @@ def _one_of_kinds(base: Any, host: PluginHost, default: str | None = None) -> di
         if not issubclass(cls, base):  # filters, scorers and pickers share one catalog
             continue
         schema = json_schema(cls, partial(_option_schema, cls, host))
-        described = schema["properties"]["kind"]["description"]
-        schema["properties"]["kind"] = {"const": name, "description": described}
+        schema["properties"]["kind"] |= {"const": name}
+        schema["properties"]["kind"].pop("type", None)
+        schema["properties"]["kind"].pop("default", None)
         required = {*schema.get("required", ()), "kind"} - {"kind" if name == default else ""}
         alternatives.append(schema | {"required": sorted(required)})
     return {"oneOf": alternatives} if alternatives else {"not": {}}
