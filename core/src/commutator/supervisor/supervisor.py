@@ -141,13 +141,15 @@ class Supervisor:
     def use(self, loaded: Loaded, leaving: Sequence[EngineConfig] = ()) -> None:
         """Start workers and front doors of ``loaded`` from now on; those that run stay as they are.
 
-        Front doors read it with the entries ``leaving``, of which workers still run.
+        Front doors read it with the entries ``leaving``, of which workers of its models still run.
         """
         self._loaded, self._config = loaded, loaded.config
         self._specs = self.specs_of(loaded)
         logging.getLogger().setLevel(self._config.log.level.upper())
         names = {engine.name for engine in self._config.engines}
-        known = (*self._config.engines, *(one for one in leaving if one.name not in names))
+        models = {model.name for model in self._config.models}
+        kept = (one for one in leaving if one.name not in names and one.model in models)
+        known = (*self._config.engines, *kept)
         write_effective(evolve(self._config, engines=known), self._port, self.config_file)
         if isinstance(self.fleet, Fleet):
             self.fleet.launch_like(self._first_workers())

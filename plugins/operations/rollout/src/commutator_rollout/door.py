@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 _SERVICE = "rollout"
 _ANSWER_S = 900.0
 """For an answer of the supervisor, which may have to download a model first."""
+_MEETS_S = 30.0
+"""For a connection to workers that the registry has as ready."""
+_LOOK_S = 0.05
 _PATH = "/admin/rollout"
 
 
@@ -131,7 +134,7 @@ class _Link:
         self._file = file
         self._connection: FrameProtocol | None = None
         self._questions = Questions()
-        self._told: asyncio.Queue[int] = asyncio.Queue()
+        self._told: asyncio.Queue[tuple[int, list[Any]]] = asyncio.Queue()
 
     async def run(self) -> None:
         """Stay connected, until cancelled."""
@@ -158,10 +161,11 @@ class _Link:
 
     async def _use(self) -> None:
         while True:
-            number = await self._told.get()
+            number, workers = await self._told.get()
             problem = None
             try:
                 await use(self._services, self._file)
+                await self._meet(workers)
             except CommutatorError as error:
                 problem = str(error)
             except Exception as error:
@@ -170,10 +174,21 @@ class _Link:
             if self._connection is not None:
                 self._connection.send([_SERVICE, "used", number, problem])
 
+    async def _meet(self, workers: Iterable[Any]) -> None:
+        """Wait until this front door can route to these workers, but not for ever."""
+        missing = set(workers)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MEETS_S):
+                while missing:
+                    for known in self._services.dispatcher.statuses():
+                        missing -= {one.worker_id for one in known if one.state == "ready"}
+                    if missing:
+                        await asyncio.sleep(_LOOK_S)
+
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [_, "use", int(number)]:
-                self._told.put_nowait(number)
+            case [_, "use", int(number), list(workers)]:
+                self._told.put_nowait((number, workers))
             case [_, "answer", int(number), value]:
                 self._questions.answer(number, value)
             case [_, "refused", int(number), list(problems), str(where)]:

@@ -5,7 +5,7 @@ runs, and does what ``commutator_rollout.steps`` says. Front doors read a new co
 any worker changes, so they know every worker by the time it is announced.
 
     door -> supervisor                                supervisor -> door
-    ["rollout", "door", name]                         ["rollout", "use", number]
+    ["rollout", "door", name]                         ["rollout", "use", number, [worker id, ...]]
     ["rollout", "used", number, problem | nil]
     ["rollout", "ask", number, question, argument]    ["rollout", "answer", number, value]
                                                       ["rollout", "refused", number, [problem, ...],
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -170,9 +170,9 @@ class _Door(Receiver):
         self.is_lost = True
         self._changed(self)
 
-    def tell(self, number: int) -> None:
-        """Have it serve by what the supervisor has written."""
-        self._send([SERVICE, "use", number])
+    def tell(self, number: int, workers: Sequence[str] = ()) -> None:
+        """Have it serve by what was written, and say so once it is connected to ``workers``."""
+        self._send([SERVICE, "use", number, list(workers)])
 
     async def _ask(self, number: int, question: str, argument: Any) -> None:
         try:
@@ -521,7 +521,7 @@ class _Roller(Service):
         for step in self._last.now:
             self._do(fleet, step)
         if self._last.settled and latest.state == "rolling" and self._all_doors_ready():
-            await self._complete(latest)
+            await self._complete(latest, running)
 
     async def _begin(self, latest: Generation) -> None:
         """Have the front doors serve by it. Raises CommutatorError when they cannot."""
@@ -540,12 +540,15 @@ class _Roller(Service):
         self._doors_config = made.config
         await doors.scale(made.config.frontend.replicas)
 
-    async def _tell_doors(self) -> None:
-        """Have all front doors serve by what was written. Raises CommutatorError."""
+    async def _tell_doors(self, workers: Sequence[str] = ()) -> None:
+        """Have all front doors serve by what was written. Raises CommutatorError.
+
+        Returns once they are connected to ``workers``, or those have taken too long.
+        """
         self._number += 1
         number = self._number
         for door in self._doors:
-            door.tell(number)
+            door.tell(number, workers)
         deadline_s = time.monotonic() + _DOORS_S
         while waiting := self._doors_before(number):
             if time.monotonic() > deadline_s:
@@ -573,11 +576,17 @@ class _Roller(Service):
         doors = self._supervisor.doors
         return doors is not None and all(one.ready.is_set() for one in doors.agents())
 
-    async def _complete(self, latest: Generation) -> None:
+    async def _complete(self, latest: Generation, running: Sequence[Running]) -> None:
+        """It is complete once front doors route to all of its workers."""
         if self._leaving:
             self._leaving = {}
             self._supervisor.use(self._supervisor.loaded)
-            await self._tell_doors()
+        ready = [one.spec.worker_id for one in running if _seen(one).phase is Phase.READY]
+        try:
+            await self._tell_doors(ready)
+        except CommutatorError as error:
+            log.warning("generation %d: %s", latest.number, error)
+            return
         number = latest.number
         await self._change(lambda known: (known or self._known).ended(number, "complete"))
         log.info("generation %d runs completely", number)
