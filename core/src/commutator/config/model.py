@@ -293,8 +293,9 @@ class Config:
     )
     operations: tuple[OperationsConfig, ...] | None = setting(
         "What operators see and do on the doors, beside health, metrics and administration: by "
-        "default the live view and the page at /ui, `console`, where commutator-console is "
-        "installed. A list replaces the default: name `console` in it, too, to keep it.",
+        "default the live view and the page at /ui, `console`, and changes of what runs, "
+        "`rollout`, where commutator-console and commutator-rollout are installed. A list "
+        "replaces the default: name both in it, too, to keep them.",
         None,
         takes_effect="doors",
     )

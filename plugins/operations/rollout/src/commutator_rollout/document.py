@@ -24,6 +24,7 @@ from commutator.errors import CommutatorError
 
 __all__ = [
     "KEPT",
+    "NAME",
     "Desired",
     "Generation",
     "NamedChange",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 NAME = "desired"
-"""Of the registry's document."""
+"""Of the registry's document; with a host's name where several processes share the registry."""
 KEPT = 20
 """Generations."""
 _TRIES = 20
@@ -228,24 +229,26 @@ def _decoded(value: bytes) -> Desired:
         ) from error
 
 
-async def read(registry: Registry) -> Desired | None:
+async def read(registry: Registry, name: str = NAME) -> Desired | None:
     """The document; None before the first. Raises CommutatorError."""
-    document = await registry.read_document(NAME)
+    document = await registry.read_document(name)
     return None if document is None else _decoded(document.value)
 
 
-async def change(registry: Registry, edit: Callable[[Desired | None], Desired]) -> Desired:
+async def change(
+    registry: Registry, edit: Callable[[Desired | None], Desired], name: str = NAME
+) -> Desired:
     """Replace the document by what ``edit`` makes of it, whoever else writes meanwhile.
 
     ``edit`` is called again after each such writer, and may raise. Raises CommutatorError.
     """
     for _ in range(_TRIES):
-        document = await registry.read_document(NAME)
+        document = await registry.read_document(name)
         before = None if document is None else _decoded(document.value)
         after = edit(before)
         if after == before:
             return after
         version = 0 if document is None else document.version
-        if await registry.write_document(NAME, _encoded(after), expected=version) is not None:
+        if await registry.write_document(name, _encoded(after), expected=version) is not None:
             return after
     raise CommutatorError(f"others changed what should run {_TRIES} times meanwhile; try again")

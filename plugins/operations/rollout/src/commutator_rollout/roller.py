@@ -35,12 +35,14 @@ from commutator.contract.registry import Registry
 from commutator.contract.service import Connection, Receiver, Service
 from commutator.errors import CommutatorError, ConfigError, RegistryError
 from commutator.frontend.process import chosen_operations
+from commutator.registry.memory import MemoryConfig
 from commutator.supervisor.fleet import Agent, Fleet, Running
 from commutator.supervisor.preflight import check_machine, fetch_models
 from commutator.supervisor.specs import WorkerSpec
 from commutator.supervisor.supervisor import Supervisor
 from commutator_rollout.changes import Change, changes, doors_are_replaced
 from commutator_rollout.document import (
+    NAME,
     Desired,
     Generation,
     NamedChange,
@@ -108,7 +110,15 @@ def _why_not(supervisor: Supervisor) -> str | None:
             f"workers that the launcher {config.launcher.kind} places are changed by starting "
             "`commutator serve` again: it replaces them one after another"
         )
+    if not _is_own(supervisor) and config.cluster.host.name is None:
+        return "other processes may share this registry: give this one a name, cluster.host.name"
     return None
+
+
+def _is_own(supervisor: Supervisor) -> bool:
+    """Whether the registry is this process's own memory."""
+    registry = supervisor.loaded.config.registry
+    return isinstance(registry, MemoryConfig) and registry.address is None
 
 
 class _Refusing(Service):
@@ -223,6 +233,9 @@ class _Roller(Service):
     def __init__(self, supervisor: Supervisor, registry: Registry) -> None:
         self._supervisor = supervisor
         self._registry = registry
+        self._document = NAME
+        if not _is_own(supervisor):
+            self._document += f"/{(supervisor.loaded.config.cluster.host.name or '').lower()}"
         self._desired: Desired | None = None
         self._shared = True
         """Whether the document is in the registry; else it is this process's own."""
@@ -301,7 +314,7 @@ class _Roller(Service):
 
     async def _change(self, edit: Callable[[Desired | None], Desired]) -> Desired:
         if self._shared:
-            self._desired = await change(self._registry, edit)
+            self._desired = await change(self._registry, edit, self._document)
         else:
             self._desired = edit(self._desired)
         return self._desired
@@ -382,7 +395,7 @@ class _Roller(Service):
     ) -> dict[str, Any]:
         """Have ``tree`` run instead, or what runs with other values; ``sets`` are named changes."""
         async with self._accepting:
-            if self._shared and (found := await read(self._registry)) is not None:
+            if self._shared and (found := await read(self._registry, self._document)) is not None:
                 self._desired = found
             latest = self._known.latest
             file = latest.file if tree is None else plain(tree)
@@ -493,10 +506,10 @@ class _Roller(Service):
         """Others may write the document, too."""
         if not self._shared:
             return
-        async for document in self._registry.watch_document("desired"):
+        async for document in self._registry.watch_document(self._document):
             if document is not None:
                 async with self._accepting:
-                    if (found := await read(self._registry)) is not None:
+                    if (found := await read(self._registry, self._document)) is not None:
                         self._desired = found
                 self._wake.set()
 
