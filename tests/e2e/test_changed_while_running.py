@@ -167,13 +167,46 @@ async def test_nothing_is_lost_while_everything_changes(tmp_path: Path) -> None:
         assert paths(report) == {"engines[renamed].block_size": "workers"}
         assert report["workers"][0]["replaced"] == 2
         await traffic.some_more()
-
-        report, _ = await operator.apply(frontend={"max_logprobs": 1000, "replicas": 2})
-        assert report["doors_replaced"]
-        await traffic.some_more()
         traffic.stop()
         await running
         assert set(traffic.seen) == {"complete"}, (traffic.seen, traffic.failures[:5])
+
+
+async def test_front_doors_are_replaced_where_an_option_needs_it(tmp_path: Path) -> None:
+    with LocalCluster(DEPLOYMENT, joins=False) as cluster:
+        traffic = Traffic(cluster.url, 20)
+        running = asyncio.create_task(traffic.run())
+        operator = Operator(cluster.url, tmp_path)
+        await traffic.some_more(40)
+        report, _ = await operator.apply(frontend={"max_logprobs": 1000, "replicas": 2})
+        assert report["doors_replaced"]
+        await traffic.some_more(40)
+        traffic.stop()
+        await running
+        assert set(traffic.seen) == {"complete"}, (traffic.seen, traffic.failures[:5])
+
+
+async def test_what_cannot_start_is_undone_and_what_is_refused_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    with LocalCluster(DEPLOYMENT, joins=False) as cluster:
+        operator = Operator(cluster.url, tmp_path)
+        before = await operator.status()
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(yaml.safe_dump(DEPLOYMENT | {"runtime": {"lease_s": 9}}))
+        refused = await asyncio.to_thread(operator.run, "apply", str(bad))
+        assert refused.exit_code == 1
+        assert "runtime.lease_s: stays as it is while the deployment runs" in refused.output
+        assert await operator.status() == before
+
+        engine = {**DEPLOYMENT["engines"][0], "kv_capacity_blocks": 1, "start_timeout_s": 1.0}
+        _, said = await operator.apply(expected=3, engines=[engine])
+        assert "has failed" in said
+        back = await asyncio.to_thread(operator.run, "rollout", "status", "--wait", "--json")
+        assert back.exit_code == 0, back.output
+        history = await asyncio.to_thread(operator.run, "rollout", "history", "--json")
+        states = [(one["generation"], one["state"]) for one in json.loads(history.output)]
+        assert states == [(3, "complete"), (2, "failed"), (1, "complete")]
 
 
 async def status_of(url: str, model: str, key: str) -> int:

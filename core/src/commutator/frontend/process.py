@@ -79,6 +79,8 @@ REGISTRY = "COMMUTATOR_REGISTRY"
 _OPERATIONS = ("console", "rollout")
 """Kinds that are served where they are installed and `operations` is left out."""
 _SUPERVISOR_EVERY_S = 1.0
+_LAST_SETTLES = 4
+"""A client that is connected may be slow to send its request, and others need not wait for it."""
 _REGISTRY_PATIENCE_S = 5.0
 
 T = TypeVar("T")
@@ -288,7 +290,7 @@ async def serve_frontend(
     ``operations`` is the section of that name; None means the default.
     ``on_listening`` is given the first door's port. After ``stop``, /ready answers 503 for
     ``settle_s`` seconds before the ports are closed, and requests on connections that were accepted
-    last have as long to arrive. Requests that still run after ``drain_timeout_s`` are ended as by
+    last have four times as long to arrive. Requests that still run after ``drain_timeout_s`` are ended as by
     their own time limit.
     Raises ConfigError when a door cannot be opened.
     """
@@ -318,7 +320,7 @@ async def serve_frontend(
         await asyncio.sleep(settle_s)
         for one in opened:
             await one.stop_accepting()
-        await asyncio.sleep(settle_s)
+        await asyncio.sleep(_LAST_SETTLES * settle_s)
         await services.time_limits.end_within(drain_timeout_s, _log_running)
     finally:
         for one in reversed(opened):
