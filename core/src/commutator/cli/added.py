@@ -26,6 +26,7 @@ PACKAGES = {
     "apply": "commutator-rollout",
     "certs": "commutator-certs",
     "cluster": "commutator-rollout",
+    "completion": "commutator-scaffold",
     "demo": "commutator-scaffold",
     "diff": "commutator-rollout",
     "down": "commutator-rollout",

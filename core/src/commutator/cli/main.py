@@ -26,10 +26,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
-    "completion": (
-        "commutator.cli.completion:completion",
-        "Let the shell complete commands and options.",
-    ),
 }
 """Core's commands: import path and one-line help of each."""
 

@@ -290,8 +290,8 @@ async def serve_frontend(
     ``operations`` is the section of that name; None means the default.
     ``on_listening`` is given the first door's port. After ``stop``, /ready answers 503 for
     ``settle_s`` seconds before the ports are closed, and requests on connections that were accepted
-    last have four times as long to arrive. Requests that still run after ``drain_timeout_s`` are ended as by
-    their own time limit.
+    last have four times as long to arrive. Requests that still run after ``drain_timeout_s`` are
+    ended as by their own time limit.
     Raises ConfigError when a door cannot be opened.
     """
     services.operations = _operations(host, operations, services, local_socket)

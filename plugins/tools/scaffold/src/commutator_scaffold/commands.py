@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator init`, `commutator new-plugin` and `commutator demo`."""
+    """`commutator init`, `commutator new-plugin`, `commutator demo` and `commutator completion`."""
     register("init", "Write a configuration to start from.", _init)
     register("new-plugin", "Create a package for a plugin of your own.", _new_plugin)
     register("demo", "Start a deployment, hold a conversation, show what happened.", _demo)
+    register("completion", "Let the shell complete commands and options.", _completion)
 
 
 def _init() -> Any:
@@ -29,3 +30,7 @@ def _new_plugin() -> Any:
 
 def _demo() -> Any:
     return import_module("commutator_scaffold.demo").demo
+
+
+def _completion() -> Any:
+    return import_module("commutator_scaffold.completion").completion
