@@ -191,6 +191,8 @@ async def test_what_cannot_start_is_undone_and_what_is_refused_changes_nothing(
 ) -> None:
     with LocalCluster(DEPLOYMENT, joins=False) as cluster:
         operator = Operator(cluster.url, tmp_path)
+        begun = await asyncio.to_thread(operator.run, "rollout", "status", "--wait")
+        assert begun.exit_code == 0, begun.output
         before = await operator.status()
         bad = tmp_path / "bad.yaml"
         bad.write_text(yaml.safe_dump(DEPLOYMENT | {"runtime": {"lease_s": 9}}))
