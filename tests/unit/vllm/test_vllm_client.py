@@ -269,7 +269,7 @@ async def test_a_key_goes_along(vllm: FakeVllm) -> None:
     await collect(client, evolve(REQUEST, priority=3))
     ((_, body),) = vllm.asked
     assert "priority" not in body
-    assert vllm.keys == ["Bearer secret"] * 5
+    assert vllm.keys == ["Bearer secret"] * 6
     await client.close()
 
 

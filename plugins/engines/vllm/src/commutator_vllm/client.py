@@ -8,9 +8,20 @@ from http import HTTPStatus
 from typing import Unpack
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 from attrs import evolve, frozen
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, WorkerRecord
+from commutator import (
+    EngineInfo,
+    EngineLoad,
+    EventSource,
+    FinishReason,
+    GenerateRequest,
+    Operation,
+    Pooling,
+    TokenDelta,
+    WorkerRecord,
+)
 from commutator.engine import DeltaStream, TokenApiClient
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator_engine_kit.completions import ModelList, Version
@@ -24,17 +35,24 @@ from commutator_engine_kit.http import (
 )
 from commutator_engine_kit.launching import HttpRelay, ServerAccess, api_key_at
 from commutator_vllm.discovery import (
+    NO_CACHE,
+    CacheFacts,
     KvEventSource,
+    ServedPaths,
     cache_facts,
     engine_info,
     engine_load,
     event_source,
+    operations_of,
 )
 from commutator_vllm.handover import handover_info
 from commutator_vllm.messages import (
     COMPLETIONS,
+    EMBEDDINGS,
     GENERATE,
     DeltaReader,
+    Embeddings,
+    embeddings_body,
     hands_over,
     needs_completions,
     request_body,
@@ -45,7 +63,9 @@ __all__ = ["PATHS", "TokenApiAddress", "VllmClient", "VllmTokenClient"]
 
 PATHS = HttpRelay(
     module=RELAY_MODULE,
-    read_paths=("/health", "/kv_event_sources", "/metrics", "/v1/models", "/version"),
+    read_paths=(
+        *("/health", "/kv_event_sources", "/metrics", "/openapi.json", "/v1/models", "/version"),
+    ),
     request_paths=(GENERATE, *FORWARDED_PATHS),
 )
 """What the client, and those of front doors on other hosts, ask a server for."""
@@ -71,22 +91,50 @@ class VllmClient(HttpEngineClient):
         self._use_priority = use_priority
         self._given_events = kv_events
         self._hands_over = hands_over
+        self._operations: tuple[str, ...] = (Operation.GENERATE,)
         self.path = GENERATE
         """Where requests are sent; COMPLETIONS once the server has answered that it lacks this."""
 
     async def discover(self) -> EngineInfo:
         version = await self.server.read("/version", Version)
         models = await self.server.read("/v1/models", ModelList)
-        facts = cache_facts(await self._metrics())
+        self._operations = operations_of(await self._served_paths())
+        facts = self._facts(await self._metrics())
         if facts is None:
             raise EngineUnavailableError(
                 f"{self.server.url}/metrics has no vllm:cache_config_info: the server is still "
                 "starting, or runs with --disable-log-stats; remove that argument"
             )
         events = event_source(await self._event_sources(), self.server.url, self._given_events)
-        return engine_info(version.version, models, facts, events, hands_over=self._hands_over)
+        info = engine_info(version.version, models, facts, events, hands_over=self._hands_over)
+        return evolve(info, operations=self._operations)
+
+    def _facts(self, page: str) -> CacheFacts | None:
+        """None: the server is still starting. Encoders in pooling mode have no KV cache."""
+        facts = cache_facts(page)
+        generates = Operation.GENERATE in self._operations
+        return NO_CACHE if facts is None and not generates else facts
+
+    async def _embed(
+        self, request: GenerateRequest, pooling: Pooling, model: str, stream: DeltaStream
+    ) -> None:
+        body = embeddings_body(request, pooling, model, use_priority=self._use_priority)
+        try:
+            answer = await self.server.post(EMBEDDINGS, body, request_headers(request))
+        except FailedAnswerError as failed:
+            raise await self.server.error_for(failed.status, str(failed)) from failed
+        async with answer:
+            data = await answer.read()
+        try:
+            vectors = msgspec.json.decode(data, type=Embeddings).vectors
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.server.where} sent no embeddings: {error}") from error
+        stream.feed(TokenDelta(finish_reason=FinishReason.STOP, vectors=vectors))
 
     async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        if request.pooling is not None:
+            await self._embed(request, request.pooling, model, stream)
+            return
         try:
             await self._answer(request, model, stream)
         except EngineError as error:
@@ -112,13 +160,22 @@ class VllmClient(HttpEngineClient):
     async def load(self) -> EngineLoad:
         with self.forgets_a_lost_server():
             page = await self._metrics()
-        facts = cache_facts(page)
+        facts = self._facts(page)
         if facts is None:
             raise EngineUnavailableError(f"{self.server.where} is still starting")
         return engine_load(page, facts)
 
     async def _metrics(self) -> str:
         return (await self.server.ask("/metrics")).decode()
+
+    async def _served_paths(self) -> ServedPaths:
+        """Empty for a server that does not list them."""
+        try:
+            return await self.server.read("/openapi.json", ServedPaths)
+        except EngineUnavailableError:
+            raise
+        except EngineError:
+            return ServedPaths()
 
     async def _event_sources(self) -> dict[str, KvEventSource]:
         """KV event publishers by rank; empty for versions without /kv_event_sources."""

