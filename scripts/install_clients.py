@@ -56,7 +56,6 @@ PYTHON = {
         "llama-index-embeddings-openai-like": "0.4.0",
         "llama-index-postprocessor-jinaai-rerank": "0.6.0",
         "cohere": "7.3.1",
-        "jina-cli": "0.3.0",
     },
     "lm_eval": {"lm-eval[api]": "0.4.13", "transformers": "5.24.0"},
 }
