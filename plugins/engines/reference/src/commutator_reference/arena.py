@@ -13,7 +13,7 @@ from commutator.errors import ConfigError
 from commutator_engine_kit.kv import BlockArena, bytes_at
 from commutator_reference.llama import LlamaConfig
 
-__all__ = ["KVArena"]
+__all__ = ["KVArena", "zeros"]
 
 
 class KVArena:
@@ -39,7 +39,7 @@ class KVArena:
         self.head_size = config.head_size
         sides = (num_blocks, config.num_layers, 2)
         shape = (*sides, config.num_kv_heads, block_size, config.head_size)
-        self.tensor = _zeros(shape, device, dtype)
+        self.tensor = zeros(shape, device, dtype)
         self._runs = self.tensor.view(-1, block_size * config.head_size)
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
         self._bytes = self.tensor.view(-1).view(torch.uint8)
@@ -108,7 +108,7 @@ class KVArena:
         return keys, values
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros, because what attention masks out must still be finite."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)

@@ -17,6 +17,7 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "RopeScaling",
+    "eos_token_ids",
     "gguf_config",
     "hf_config",
     "read_config",
@@ -129,7 +130,7 @@ def hf_config(folder: Path) -> LlamaConfig:
         rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
         rope_scaling=_rope_scaling(rope, folder),
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        eos_token_ids=_eos_token_ids(raw, folder),
+        eos_token_ids=eos_token_ids(raw, folder),
     )
 
 
@@ -170,7 +171,7 @@ def _rope_scaling(rope: Mapping[str, Any], folder: Path) -> RopeScaling | None:
             raise ConfigError([f'the rotary scaling "{other}" is unknown; {known}'], str(folder))
 
 
-def _eos_token_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+def eos_token_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     # Instruction-tuned models end their turns with tokens that only generation_config.json names.
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}

@@ -163,6 +163,13 @@ class Chunk:
     """Whether the sequence ends here, so that its next token is to be chosen."""
     scores: bool = False
     """Whether log probabilities of the prompt are wanted."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """As ``block_table``, of the groups of KV after the first."""
+
+    @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """Of each group of KV."""
+        return self.block_table, *self.others
 
     @property
     def end(self) -> int:
