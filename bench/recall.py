@@ -88,7 +88,7 @@ def engine_over(
         return
     config = structure(config_converter(host), tier, TierConfig)
     identity = cache_identity(
-        "smollm2", path, model.config, block_size=BLOCK_SIZE, dtype=torch.float32
+        "smollm2", path, engine.arena.layout, block_size=BLOCK_SIZE, dtype=torch.float32
     )
     connector = KvConnector(
         make_tiers([config], host, "bench"),

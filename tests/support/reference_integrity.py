@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from commutator import RetentionHints
 from commutator.contract.block import BlockDescriptor, CacheIdentity, next_key
-from commutator_reference.block_pool import BlockPool
+from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.engine import ReferenceEngine
 from commutator_reference.scheduler import ANONYMOUS, Scheduler
 
@@ -52,8 +52,14 @@ def check_scheduler(scheduler: Scheduler, elsewhere: Iterable[int] = ()) -> None
     check_pool(pool)
     assert len(running) <= scheduler._max_running, "too many requests run"
     assert len(running) + len(waiting) == len(scheduler._sequences), "a request is lost"
-    assert all(not sequence.blocks for sequence in waiting), "a waiting one holds blocks"
-    held = {block for sequence in running.values() for block in sequence.blocks}
+    assert all(not any(sequence.tables) for sequence in waiting), "a waiting one holds blocks"
+    held = {
+        block
+        for sequence in running.values()
+        for table in sequence.tables
+        for block in table
+        if block != NOTHING
+    }
     assert len(held.union(elsewhere)) == pool.held, "a block is held by no request"
 
 

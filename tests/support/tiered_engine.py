@@ -15,6 +15,7 @@ from commutator.contract.block import CacheIdentity, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.tiers.setup import TierSetup
+from commutator_reference.decoder import DecoderModel
 from commutator_reference.engine import ReferenceEngine
 from commutator_reference.model import LlamaModel
 
@@ -28,16 +29,19 @@ IDENTITY = CacheIdentity(
 class TieredEngine:
     """Checks the block accounting at every step."""
 
-    def __init__(self, model: LlamaModel, tiers: Sequence[TierSetup], options: Sized) -> None:
+    def __init__(
+        self, model: LlamaModel | DecoderModel, tiers: Sequence[TierSetup], options: Sized
+    ) -> None:
         self.events: list[KvEvent] = []
         self.engine = ReferenceEngine(model, *options, on_kv_events=self.events.extend)
         self.said: dict[int, list[TokenDelta]] = {}
-        identity = evolve(IDENTITY, block_size=options[0].block_size)
+        identity = evolve(IDENTITY, block_size=self.engine.block_size)
         self.connector = KvConnector(
             tiers,
             self.engine.arena.block_arena,
             identity,
             worker_id="engine",
+            groups=self.engine.arena.groups,
             reports_evictions=True,
             wake=self.engine.wake,
         )

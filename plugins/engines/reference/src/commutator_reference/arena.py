@@ -10,7 +10,8 @@ from torch import Tensor
 
 from commutator import Memory, Span
 from commutator.errors import ConfigError
-from commutator_engine_kit.kv import BlockArena, bytes_at
+from commutator_engine_kit.kv import BlockArena, KvGroup, bytes_at
+from commutator_engine_kit.kv.groups import whole
 from commutator_reference.llama import LlamaConfig
 
 __all__ = ["KVArena", "zeros"]
@@ -44,6 +45,19 @@ class KVArena:
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
         self._bytes = self.tensor.view(-1).view(torch.uint8)
         self.settle()
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        """One: all layers read every token."""
+        return whole(self.block_size, self.tensor[0].nbytes)
+
+    @property
+    def layout(self) -> str:
+        """Order and sizes of a block's dimensions, for ``CacheIdentity``."""
+        return (
+            f"reference-1: {self.num_layers} layers, key and value, "
+            f"{self.num_kv_heads} heads, {self.block_size} tokens, {self.head_size}"
+        )
 
     @property
     def block_arena(self) -> BlockArena:

@@ -19,7 +19,10 @@ from commutator.contract.block import (
 )
 from commutator_engine_kit.kv import event_hash
 
-__all__ = ["BlockPool"]
+__all__ = ["NOTHING", "BlockPool"]
+
+NOTHING = -1
+"""In a table of blocks: one that is not needed, or no longer."""
 
 
 class BlockPool:
@@ -125,7 +128,8 @@ class BlockPool:
             return twin
         self._registered[block] = content
         self._by_key[content.key] = block
-        self._stored(content)
+        if content.token_ids:
+            self._stored(content)
         self.on_registered(block, content)
         return block
 
@@ -215,12 +219,12 @@ class BlockPool:
         self._removed([self._forget(block)])
         return block
 
-    def _forget(self, block: int) -> BlockKey:
-        key = self.descriptor(block).key
+    def _forget(self, block: int) -> BlockDescriptor:
+        content = self.descriptor(block)
         self._registered[block] = None
         self._generations[block] += 1
-        del self._by_key[key]
-        return key
+        del self._by_key[content.key]
+        return content
 
     def _stored(self, content: BlockDescriptor) -> None:
         parent: int | bytes | None
@@ -242,8 +246,9 @@ class BlockPool:
         )
         self._events.append(stored)
 
-    def _removed(self, keys: Iterable[BlockKey]) -> None:
-        if hashes := tuple(event_hash(key) for key in keys):
+    def _removed(self, contents: Iterable[BlockDescriptor]) -> None:
+        announced = (each for each in contents if each.token_ids)
+        if hashes := tuple(event_hash(each.key) for each in announced):
             self._events.append(BlockRemoved(block_hashes=hashes))
 
 

@@ -21,7 +21,7 @@ from commutator_reference.delta_net import delta_rule, delta_step
 from commutator_reference.experts import Mlp
 from commutator_reference.model import Abandoned, rope_tables, rotate_
 from commutator_reference.pages import LayerKv, PageArena, PagePlan, plan_pages
-from commutator_reference.scheduler import Chunk
+from commutator_reference.scheduler import Chunk, first_needed
 from commutator_reference.weights import Linear
 
 __all__ = [
@@ -191,19 +191,6 @@ def _pieces(
     return pieces
 
 
-def first_needed(group: KvGroup, position: int) -> int:
-    """As ``KvGroup.first_needed``, for any position: the block where the token's reads begin."""
-    match group.kind:
-        case KvKind.SLIDING:
-            return max(0, position - group.window + 1) // group.block_size
-        case KvKind.CHUNKED:
-            return position // group.window * group.window // group.block_size
-        case KvKind.RECURRENT:
-            return max(0, position - 1) // group.block_size
-        case _:
-            return 0
-
-
 def _seen(group: KvGroup, queries: Tensor, where: Tensor) -> Tensor:
     seen = where <= queries
     if group.kind is KvKind.SLIDING:
@@ -223,19 +210,19 @@ def _group_states(
     rows, read, write = [], [], []
     runs: list[tuple[slice, int | None, tuple[tuple[int, int], ...]]] = []
     for chunk, at, table in zip(chunks, starts, tables, strict=True):
-        before = table[(chunk.start - 1) // size] if chunk.start else None
-        if len(chunk.token_ids) == 1 and before is not None:
+        source = table[(chunk.start - 1) // size] if chunk.start else None
+        if len(chunk.token_ids) == 1 and source is not None:
             rows.append(at)
-            read.append(before)
+            read.append(source)
             write.append(table[chunk.start // size])
             continue
         ends = [*range((chunk.start // size + 1) * size, chunk.end, size), chunk.end]
         kept = tuple((at + end - chunk.start, table[(end - 1) // size]) for end in ends)
-        runs.append((slice(at, at + len(chunk.token_ids)), before, kept))
-    return _States(
-        *(torch.tensor(each, dtype=torch.long, device=device) for each in (rows, read, write)),
-        runs=tuple(runs),
+        runs.append((slice(at, at + len(chunk.token_ids)), source, kept))
+    decodes, before, after = (
+        torch.tensor(each, dtype=torch.long, device=device) for each in (rows, read, write)
     )
+    return _States(decodes, before, after, tuple(runs))
 
 
 class Mixer(ABC):
@@ -464,8 +451,8 @@ class DeltaNet(Mixer):
         if len(states.decodes):
             kept = pages[states.read]
             past = kept[:, :window].unflatten(1, (taps - 1, self.channels))
-            rows = inputs[states.decodes].float()
-            seen = torch.cat((past, rows[:, None]), 1)
+            newest = inputs[states.decodes].float()
+            seen = torch.cat((past, newest[:, None]), 1)
             query, key, value = self._heads((seen * self.convolution.T.float()).sum(1))
             answer, state = delta_step(
                 query,
@@ -558,6 +545,10 @@ class DecoderModel:
     def pages(self, block_size: int) -> PagePlan:
         """The pages that hold a block of at least ``block_size`` tokens."""
         return plan_pages(self.config.layers, block_size, self.dtype.itemsize)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Size of one page."""
+        return self.pages(block_size).page_bytes
 
     def arena(self, num_blocks: int, block_size: int) -> PageArena:
         """KV memory of ``num_blocks`` pages."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -26,13 +27,16 @@ from commutator.contract.block import KvEvent
 from commutator.contract.request import Constraint
 from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit.kv import KvConnector, LocatedPrompt
+from commutator_engine_kit.kv.groups import announced_group
 from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import Grammars, Matcher
+from commutator_reference.decoder import DecoderModel
 from commutator_reference.handover import Handover, TransferParams
-from commutator_reference.model import Abandoned, LlamaModel, build_batch
+from commutator_reference.model import Abandoned, LlamaModel
+from commutator_reference.pages import PageArena
 from commutator_reference.sampler import (
     Decode,
     Sampled,
@@ -41,7 +45,15 @@ from commutator_reference.sampler import (
     sample,
     validate_request,
 )
-from commutator_reference.scheduler import ANONYMOUS, Chunk, Scheduler, Sequence, Step
+from commutator_reference.scheduler import (
+    ANONYMOUS,
+    Chunk,
+    Scheduler,
+    Sequence,
+    Step,
+    find_hits,
+    most_blocks,
+)
 from commutator_reference.tiering import Tiering
 
 __all__ = ["Deltas", "ReferenceEngine"]
@@ -67,7 +79,7 @@ class ReferenceEngine:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: LlamaModel | DecoderModel,
         options: ReferenceConfig,
         num_blocks: int,
         *,
@@ -81,9 +93,10 @@ class ReferenceEngine:
 
         ``max_model_len``: by default what model and arena allow.
         """
-        capacity = num_blocks * options.block_size
-        longest = max_model_len or model.config.context_length
-        self.max_model_len = min(longest, model.config.context_length, capacity)
+        self.arena = model.arena(num_blocks, options.block_size)
+        longest = min(max_model_len or model.config.context_length, model.config.context_length)
+        step_tokens = options.max_tokens_per_step
+        self.max_model_len = _longest(self.arena, num_blocks, longest, step_tokens)
         """Most tokens of prompt and answer together."""
         self._model = model
         self._options = options
@@ -91,14 +104,9 @@ class ReferenceEngine:
         self._encode = encode
         self._grammars = grammars
         self._on_kv_events = on_kv_events
-        self.arena = KVArena(
-            model.config,
-            num_blocks,
-            options.block_size,
-            device=model.device,
-            dtype=model.dtype,
-        )
-        self.pool = BlockPool(num_blocks, options.block_size, prefix_caching=options.prefix_caching)
+        self.block_size = self.arena.block_size
+        """Tokens in a block: those of the options, or more where states would not fit."""
+        self.pool = BlockPool(num_blocks, self.block_size, prefix_caching=options.prefix_caching)
         self._scheduler = Scheduler(
             self.pool,
             self.max_model_len,
@@ -160,7 +168,7 @@ class ReferenceEngine:
         if request.handover is not None:
             if self._handover is None:
                 raise RequestError("this worker hands no KV over", "handover")
-            params = parse_transfer_params(request, self._options.block_size)
+            params = parse_transfer_params(request, self.block_size)
         matcher = None if request.constraint is None else self._matcher(request, request.constraint)
         bad_words = self._bad_words(request)
         limit = self._options.max_running_requests + self._options.max_queued_requests
@@ -216,7 +224,7 @@ class ReferenceEngine:
 
     def locate(self, question: KvPrompt, timeout_s: float = 10.0) -> LocatedPrompt:
         """A prompt's blocks, from any thread but the driving one. Raises TimeoutError."""
-        size = self._options.block_size
+        size = self.block_size
         request = GenerateRequest(
             request_id="locate",
             token_ids=question.token_ids,
@@ -224,12 +232,15 @@ class ReferenceEngine:
             adapter=question.adapter,
             cache_salt=question.cache_salt,
         )
-        chain = Sequence.start(0, request, 0, 0, self._identity).reusable(size)
+        groups = self.arena.groups
+        sequence = Sequence.start(0, request, 0, 0, self._identity, groups)
+        chain = sequence.reusable(size, announced_group(groups) or 0)
         found: Future[int] = Future()
         with self._changed:
-            self._inbox.append(lambda: found.set_result(len(self.pool.find_prefix(chain))))
+            self._inbox.append(lambda: found.set_result(find_hits(self.pool, sequence).tokens))
             self._changed.notify()
-        return LocatedPrompt([block.key for block in chain], found.result(timeout_s), size)
+        keys = [block.key for block in chain]
+        return LocatedPrompt(keys, found.result(timeout_s) // size, size)
 
     @property
     def preemptions(self) -> int:
@@ -293,7 +304,8 @@ class ReferenceEngine:
         del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
-        sequence = Sequence.start(key, request, self._arrivals, seed, self._identity)
+        groups = self.arena.groups
+        sequence = Sequence.start(key, request, self._arrivals, seed, self._identity, groups)
         sequence.matcher = matcher
         sequence.bad_words = bad_words
         self._arrivals += 1
@@ -359,9 +371,11 @@ class ReferenceEngine:
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
         """The new tokens. Raises Abandoned when every request was aborted during the step."""
-        batch = build_batch(step.chunks, self.arena, self._model.dtype)
+        # A model's batches and arena fit together, whichever of the two it is.
+        model: Any = self._model
+        batch = model.batch(step.chunks, self.arena)
         keys = [chunk.key for chunk in step.chunks]
-        logits = self._model.forward(
+        logits: torch.Tensor = model.forward(
             batch,
             self.arena,
             wanted=lambda: any(key in self._live for key in keys),
@@ -439,3 +453,16 @@ class ReferenceEngine:
             kv_cached_blocks=pool.cached,
             kv_capacity_blocks=pool.num_blocks,
         )
+
+
+def _longest(arena: KVArena | PageArena, num_blocks: int, longest: int, step_tokens: int) -> int:
+    """The longest sequence that the blocks hold when it runs alone, at most ``longest``."""
+    groups, size = arena.groups, arena.block_size
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if most_blocks(groups, size, middle, step_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

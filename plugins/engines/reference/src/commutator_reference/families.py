@@ -29,7 +29,7 @@ from commutator_reference.decoder import (
     Rope,
 )
 from commutator_reference.experts import Experts, Gated, Mlp, Router
-from commutator_reference.llama import eos_token_ids, read_json
+from commutator_reference.llama import MODEL_TYPES, eos_token_ids, read_json
 from commutator_reference.pages import LayerKv
 from commutator_reference.weights import Linear, TensorSource, hf_tensors
 
@@ -37,14 +37,7 @@ __all__ = ["FAMILIES", "decoder_config", "load_decoder", "model_type"]
 
 Raw = Mapping[str, Any]
 
-FAMILIES = {
-    "gemma3_text": "Gemma 3",
-    "gpt_oss": "gpt-oss",
-    "llama4_text": "Llama 4",
-    "qwen3_next": "Qwen3-Next",
-    "deepseek_v2": "DeepSeek-V2",
-    "mixtral": "Mixtral",
-}
+FAMILIES = MODEL_TYPES
 """By ``model_type`` of config.json."""
 
 _ONLY: dict[str, Raw] = {
@@ -488,7 +481,8 @@ class _Loader:
 def _half_split(weight: Tensor, size: int) -> Tensor:
     """Rows in the order that ``rotate_`` needs, of heads whose rotary partners are neighbours."""
     pairs = weight.unflatten(0, (-1, size // 2, 2))
-    return pairs.transpose(1, 2).flatten(0, 2)
+    split: Tensor = pairs.transpose(1, 2).flatten(0, 2)
+    return split
 
 
 def _two_steps(down: Linear, norm: Tensor, up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

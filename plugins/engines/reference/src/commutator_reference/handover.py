@@ -32,7 +32,7 @@ from commutator_engine_kit.kv.transfer import (
 )
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
-from commutator_reference.scheduler import Sequence
+from commutator_reference.scheduler import Hits, Sequence
 
 __all__ = [
     "Exports",
@@ -221,7 +221,7 @@ class Exports:
         self._pool.release(self._exporter.take_freed())
         return done
 
-    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+    def ready(self, sequence: Sequence, hits: Hits) -> bool:
         """A prefill waits for nothing."""
         del sequence, hits
         return True
@@ -289,7 +289,7 @@ class Pulls:
         self._pulls[sequence.key] = _Pull(sequence, shapes)
         self._puller.begin(sequence.key, params, sequence.request)
 
-    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+    def ready(self, sequence: Sequence, hits: Hits) -> bool:
         """Whether the request can be admitted; sets the destination of its blocks."""
         pull = self._pulls.get(sequence.key)
         if pull is None:
@@ -297,15 +297,15 @@ class Pulls:
         if pull.over is not None or pull.blocks:
             return pull.over is not None and pull.over.error is None
         size = self._pool.block_size
-        first = pull.shapes.aligned(len(hits) * size)
+        first = pull.shapes.aligned(hits.tokens)
         end = pull.shapes.aligned(len(sequence.tokens) - 1)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = len(hits) * size
+            sequence.cached_tokens = hits.tokens
         if first >= end:
             self._puller.drop(sequence.key)
             del self._pulls[sequence.key]
             return True
-        chain = hits[: first // size]
+        chain = hits.blocks[: first // size]
         for block in chain:
             self._pool.acquire(block)
         blocks = self._pool.allocate((end - first) // size)

@@ -13,6 +13,7 @@ from commutator.errors import ConfigError
 from commutator.tokenizer import read_gguf
 
 __all__ = [
+    "MODEL_TYPES",
     "LinearRopeScaling",
     "Llama3RopeScaling",
     "LlamaConfig",
@@ -23,6 +24,17 @@ __all__ = [
     "read_config",
     "read_json",
 ]
+
+
+MODEL_TYPES = {
+    "gemma3_text": "Gemma 3",
+    "gpt_oss": "gpt-oss",
+    "llama4_text": "Llama 4",
+    "qwen3_next": "Qwen3-Next",
+    "deepseek_v2": "DeepSeek-V2",
+    "mixtral": "Mixtral",
+}
+"""The families that ``families`` reads, by ``model_type`` of config.json."""
 
 
 @frozen
@@ -138,7 +150,8 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     """What in a config.json this engine cannot compute, each in a sentence."""
     model_type = raw.get("model_type")
     if model_type != "llama":
-        return [f'model_type is "{model_type}"; the reference engine runs "llama" only']
+        known = ", ".join(f'"{name}"' for name in MODEL_TYPES)
+        return [f'model_type is "{model_type}"; the reference engine runs "llama", {known} only']
     wanted = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -172,6 +185,7 @@ def _rope_scaling(rope: Mapping[str, Any], folder: Path) -> RopeScaling | None:
 
 
 def eos_token_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """The tokens that end an answer, by config.json and generation_config.json."""
     # Instruction-tuned models end their turns with tokens that only generation_config.json names.
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}

@@ -236,6 +236,18 @@ class LlamaModel:
         self._layers = [_Layer(config, index, w) for index, w in enumerate(weights.layers)]
         self._rope_frequencies = rope_frequencies(config).to(self.device)
 
+    def block_bytes(self, block_size: int) -> int:
+        """Size of one KV block."""
+        return self.config.kv_bytes(block_size, self.dtype.itemsize)
+
+    def arena(self, num_blocks: int, block_size: int) -> KVArena:
+        """KV memory of ``num_blocks`` blocks."""
+        return KVArena(self.config, num_blocks, block_size, device=self.device, dtype=self.dtype)
+
+    def batch(self, chunks: Sequence[Chunk], arena: KVArena) -> Batch:
+        """The batch of ``chunks`` on the arena's device."""
+        return build_batch(chunks, arena, self.dtype)
+
     @torch.inference_mode()
     def forward(
         self,

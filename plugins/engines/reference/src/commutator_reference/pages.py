@@ -120,7 +120,19 @@ class PageArena:
         for size in shape:
             count *= size
         part = self.tensor[:, offset : offset + count * dtype.itemsize]
-        return part.view(dtype).unflatten(1, shape)
+        view: Tensor = part.view(dtype).unflatten(1, shape)
+        return view
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        """The model's kinds of KV."""
+        return self.plan.groups
+
+    @property
+    def layout(self) -> str:
+        """What all blocks have in common, for ``CacheIdentity``; each group adds its own."""
+        kinds = ", ".join(f"{group.kind} {group.identity}" for group in self.groups)
+        return f"reference-2: {self.block_size} tokens; {kinds}"
 
     @property
     def block_arena(self) -> BlockArena:

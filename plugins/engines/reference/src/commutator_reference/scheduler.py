@@ -20,20 +20,48 @@ from commutator.contract.block import (
     next_key,
     retention_hints,
 )
-from commutator_reference.block_pool import BlockPool
+from commutator_engine_kit.kv import KvGroup, KvKind, group_identities, usable_boundary
+from commutator_engine_kit.kv.groups import announced_group, whole
+from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.constraints import Matcher
 
-__all__ = ["ANONYMOUS", "BlockLoads", "Chunk", "Scheduler", "Sequence", "Step"]
+__all__ = [
+    "ANONYMOUS",
+    "BlockLoads",
+    "Chunk",
+    "Hits",
+    "Scheduler",
+    "Sequence",
+    "Step",
+    "find_hits",
+    "first_needed",
+    "most_blocks",
+]
 
 ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
 """Enough where blocks never leave the engine."""
 
 
+@frozen
+class Hits:
+    """What the pool has of a prompt: all that each group of KV needs at ``tokens``."""
+
+    tokens: int
+    """From where the prompt is to be computed."""
+    tables: list[list[int]]
+    """The blocks of each group, from the prompt's first; NOTHING where none is needed."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those of the first group."""
+        return self.tables[0]
+
+
 class BlockLoads(Protocol):
     """Blocks loaded from elsewhere before a request is admitted, or held for other workers."""
 
-    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether to admit it now, with the blocks ``hits`` in the pool; False: call again."""
+    def ready(self, sequence: Sequence, hits: Hits) -> bool:
+        """Whether to admit it now, with ``hits`` of the pool; False: call again."""
 
     def drop(self, key: int) -> None:
         """The request ended."""
@@ -55,13 +83,17 @@ class Sequence:
     prompt_length: int
     """The prompt's length, without tokens that another worker generated."""
     seed: int
-    namespace: BlockKey
-    """The parent of its first block; requests with the same adapter and salt share KV blocks."""
+    namespaces: Many[BlockKey]
+    """The parent of its first block in each group of KV; requests with the same adapter and salt
+    share blocks."""
+    groups: Many[KvGroup] = field(factory=lambda: whole(1))
+    """The model's kinds of KV."""
     computed: int = 0
     """Leading tokens whose KV is in the blocks."""
-    blocks: list[int] = field(factory=list)
-    descriptors: list[BlockDescriptor] = field(factory=list)
-    """Those of the leading full blocks that were asked for so far."""
+    tables: list[list[int]] = field(init=False)
+    """The blocks of each group, in order; NOTHING for those behind its window."""
+    descriptors: list[list[BlockDescriptor]] = field(init=False)
+    """Of each group, those of the leading full blocks that were asked for so far."""
     registered: int = 0
     """Leading blocks that are in the prefix cache."""
     cached_tokens: int | None = None
@@ -79,6 +111,15 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(factory=list)
     """Those that are wanted, as far as they were computed."""
 
+    def __attrs_post_init__(self) -> None:
+        self.tables = [[] for _ in self.groups]
+        self.descriptors = [[] for _ in self.groups]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those of the first group."""
+        return self.tables[0]
+
     @classmethod
     def start(
         cls,
@@ -87,8 +128,11 @@ class Sequence:
         arrival: int,
         seed: int,
         base: CacheIdentity = ANONYMOUS,
+        groups: Many[KvGroup] = (),
     ) -> Sequence:
-        """A sequence that has not been scheduled yet."""
+        """A sequence that has not been scheduled yet. Without ``groups``, the model has one."""
+        groups = groups or whole(1)
+        base = evolve(base, adapter=request.adapter_digest, cache_salt=request.cache_salt)
         return cls(
             key,
             request,
@@ -96,9 +140,8 @@ class Sequence:
             tokens=list(request.token_ids),
             prompt_length=len(request.token_ids) - request.generated_prefix,
             seed=seed,
-            namespace=evolve(
-                base, adapter=request.adapter_digest, cache_salt=request.cache_salt
-            ).digest,
+            namespaces=[each.digest for each in group_identities(base, groups)],
+            groups=groups,
         )
 
     @property
@@ -116,26 +159,32 @@ class Sequence:
         """Order of service: lower priority value first, then first come, first served."""
         return self.request.priority, self.arrival
 
-    def descriptor(self, index: int, block_size: int) -> BlockDescriptor:
-        """Full block ``index``, with the client's wishes; made once, survives preemption."""
-        request = self.request
-        while (depth := len(self.descriptors)) <= index:
-            parent = self.descriptors[-1].key if self.descriptors else None
+    def descriptor(self, index: int, block_size: int, group: int = 0) -> BlockDescriptor:
+        """A group's full block, with the client's wishes; made once, survives preemption.
+
+        Routers follow one group: blocks of others have no tokens, so that no KV event names them.
+        Blocks that stand for themselves, as they need none before them, have no parent.
+        """
+        request, known = self.request, self.descriptors[group]
+        follows = self.groups[group].keeps_prefix
+        announced = group == announced_group(self.groups)
+        while (depth := len(known)) <= index:
+            before = known[-1].key if known else None
             token_ids = tuple(self.tokens[depth * block_size : (depth + 1) * block_size])
-            self.descriptors.append(
+            known.append(
                 BlockDescriptor(
-                    key=next_key(parent or self.namespace, token_ids),
-                    parent=parent,
-                    token_ids=token_ids,
+                    key=next_key(before or self.namespaces[group], token_ids),
+                    parent=before if follows else None,
+                    token_ids=token_ids if announced else (),
                     facts=retention_hints(
                         depth, block_size, self.prompt_length, request.cache_salt, request.retention
                     ),
                     adapter=request.adapter_digest,
                 )
             )
-        return self.descriptors[index]
+        return known[index]
 
-    def reusable(self, block_size: int) -> list[BlockDescriptor]:
+    def reusable(self, block_size: int, group: int = 0) -> list[BlockDescriptor]:
         """The full blocks that need not be computed if they are cached somewhere.
 
         The last token is always computed: the next one is sampled from its logits. Where log
@@ -144,9 +193,63 @@ class Sequence:
         if self.request.prompt_logprobs is not None and not self.output_length:
             return []
         count = (len(self.tokens) - 1) // block_size
-        if count > len(self.descriptors):
-            self.descriptor(count - 1, block_size)
-        return self.descriptors[:count]
+        if count > len(self.descriptors[group]):
+            self.descriptor(count - 1, block_size, group)
+        return self.descriptors[group][:count]
+
+
+def find_hits(pool: BlockPool, sequence: Sequence) -> Hits:
+    """The largest boundary that the pool serves in every group, and the blocks needed there."""
+    size, groups = pool.block_size, sequence.groups
+    if not pool.prefix_caching:
+        return Hits(0, [[] for _ in groups])
+    if len(groups) == 1 and groups[0].keeps_prefix:
+        blocks = pool.find_prefix(sequence.reusable(size))
+        return Hits(len(blocks) * size, [blocks])
+    chains = [sequence.reusable(size, group) for group in range(len(groups))]
+    limit = len(chains[0])
+    found: dict[int, list[int | None]] = {}
+    for number in sorted(range(len(groups)), key=lambda each: not groups[each].keeps_prefix):
+        if groups[number].keeps_prefix:
+            found[number] = list(pool.find_prefix(chains[number][:limit]))
+            limit = len(found[number])
+        else:
+            found[number] = [pool.find(wanted) for wanted in chains[number][:limit]]
+    there = [[block is not None for block in found[each]] for each in range(len(groups))]
+    tokens = usable_boundary(groups, there, limit * size)
+    tables = []
+    for number, group in enumerate(groups):
+        first = group.first_needed(tokens)
+        needed = [block for block in found[number][first : tokens // size] if block is not None]
+        tables.append([NOTHING] * first + needed)
+    return Hits(tokens, tables)
+
+
+def first_needed(group: KvGroup, position: int) -> int:
+    """As ``KvGroup.first_needed``, for any position: the block where the token's reads begin."""
+    match group.kind:
+        case KvKind.SLIDING:
+            return max(0, position - group.window + 1) // group.block_size
+        case KvKind.CHUNKED:
+            return position // group.window * group.window // group.block_size
+        case KvKind.RECURRENT:
+            return max(0, position - 1) // group.block_size
+        case _:
+            return 0
+
+
+def most_blocks(groups: Many[KvGroup], block_size: int, tokens: int, step_tokens: int) -> int:
+    """Most blocks that a request of ``tokens`` holds at a time, in all groups.
+
+    A step computes at most ``step_tokens`` of it; blocks behind a window are released.
+    """
+    total = 0
+    for group in groups:
+        blocks = -(-tokens // block_size)
+        if not group.keeps_prefix:
+            blocks = min(blocks, -(-(group.window + step_tokens) // block_size) + 2)
+        total += blocks
+    return total
 
 
 @frozen
@@ -261,8 +364,7 @@ class Scheduler:
             load.drop(key)
         if self._running.pop(key, None) is None:
             del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self._release(sequence)
         return True
 
     def schedule(self) -> Step:
@@ -311,9 +413,7 @@ class Scheduler:
             position < len(self._waiting) and budget > 0 and len(self._running) < self._max_running
         ):
             sequence = self._waiting[position]
-            hits: list[int] = []
-            if self.pool.prefix_caching:
-                hits = self.pool.find_prefix(sequence.reusable(self.pool.block_size))
+            hits = find_hits(self.pool, sequence)
             if not self._has_room_for(sequence, hits):
                 break
             if not all(load.ready(sequence, hits) for load in sequence.loads):
@@ -321,13 +421,11 @@ class Scheduler:
                 continue
             del self._waiting[position]
             self._running[sequence.key] = sequence
-            for index, block in enumerate(hits):
-                self.pool.reuse(block)
-                if sequence.request.retention:
-                    self.pool.keep(block, sequence.descriptor(index, self.pool.block_size).facts)
-            sequence.blocks = hits
-            sequence.registered = len(hits)
-            sequence.computed = len(hits) * self.pool.block_size
+            for group, table in enumerate(hits.tables):
+                self._reuse(sequence, group, table)
+            sequence.tables = hits.tables
+            sequence.registered = hits.tokens // self.pool.block_size
+            sequence.computed = hits.tokens
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             count = min(sequence.uncomputed, budget)
@@ -336,42 +434,86 @@ class Scheduler:
             plan[sequence.key] = count
             budget -= count
 
-    def _has_room_for(self, sequence: Sequence, hits: list[int]) -> bool:
+    def _reuse(self, sequence: Sequence, group: int, table: list[int]) -> None:
+        size = self.pool.block_size
+        for index, block in enumerate(table):
+            if block == NOTHING:
+                continue
+            self.pool.reuse(block)
+            if sequence.request.retention:
+                self.pool.keep(block, sequence.descriptor(index, size, group).facts)
+
+    def _has_room_for(self, sequence: Sequence, hits: Hits) -> bool:
         """Whether all of its tokens fit beside the blocks that running requests still need.
 
-        One block of headroom for each running request keeps a newcomer from being admitted only
-        to be preempted a few tokens later.
+        One block of headroom for each running request and group keeps a newcomer from being
+        admitted only to be preempted a few tokens later.
         """
         owed = sum(
-            self._blocks_for(len(running.tokens)) - len(running.blocks) + 1
+            max(0, self._most_blocks(running) - _held(running.tables)) + len(running.tables)
             for running in self._running.values()
         )
-        revived = sum(not self.pool.in_flight(block) for block in hits)
-        needed = self._blocks_for(len(sequence.tokens)) - len(hits)
+        found = [block for table in hits.tables for block in table if block != NOTHING]
+        revived = sum(not self.pool.in_flight(block) for block in found)
+        needed = max(0, self._most_blocks(sequence) - len(found))
         return needed + revived + owed <= self.pool.available
 
+    def _most_blocks(self, sequence: Sequence) -> int:
+        size = self.pool.block_size
+        return most_blocks(sequence.groups, size, len(sequence.tokens), self._max_tokens)
+
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Give the sequence the blocks that its next ``count`` tokens need, if there are any."""
-        missing = self._blocks_for(sequence.computed + count) - len(sequence.blocks)
-        blocks = self.pool.allocate(max(0, missing))
+        """Give the sequence the blocks that its next ``count`` tokens need, if there are any.
+
+        Before, it releases what no later token of it reads.
+        """
+        for group, table in zip(sequence.groups, sequence.tables, strict=True):
+            if not group.keeps_prefix:
+                self._release_behind(table, first_needed(group, sequence.computed))
+        wanted = self._blocks_for(sequence.computed + count)
+        missing = [max(0, wanted - len(table)) for table in sequence.tables]
+        blocks = self.pool.allocate(sum(missing))
         if blocks is None:
             return False
-        sequence.blocks += blocks
+        for table, number in zip(sequence.tables, missing, strict=True):
+            table.extend(blocks[:number])
+            del blocks[:number]
         return True
+
+    def _release_behind(self, table: list[int], first: int) -> None:
+        index = first - 1
+        behind: list[int] = []
+        while index >= 0 and table[index] != NOTHING:
+            behind.append(table[index])
+            table[index] = NOTHING
+            index -= 1
+        self.pool.release(behind[::-1])
+
+    def _release(self, sequence: Sequence) -> None:
+        """Of what is to be reallocated first, windows are first, and states last."""
+        order = sorted(
+            zip(sequence.groups, sequence.tables, strict=True),
+            key=lambda each: (each[0].kind is KvKind.RECURRENT, each[0].keeps_prefix),
+        )
+        for _, table in order:
+            self.pool.release([block for block in table if block != NOTHING])
+        sequence.tables = [[] for _ in sequence.groups]
 
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.key]
-        self.pool.release(victim.blocks)
-        victim.blocks, victim.computed, victim.registered = [], 0, 0
+        self._release(victim)
+        victim.computed, victim.registered = 0, 0
         victim.tiers_asked = False
         insort(self._waiting, victim, key=_rank)
         self.preemptions += 1
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.pool.block_size
-        for index in range(sequence.registered, full):
-            content = sequence.descriptor(index, self.pool.block_size)
-            sequence.blocks[index] = self.pool.register(sequence.blocks[index], content)
+        size = self.pool.block_size
+        full = sequence.computed // size
+        for group, table in enumerate(sequence.tables):
+            for index in range(sequence.registered, full):
+                content = sequence.descriptor(index, size, group)
+                table[index] = self.pool.register(table[index], content)
         sequence.registered = max(sequence.registered, full)
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -387,7 +529,12 @@ class Scheduler:
             tuple(sequence.blocks),
             samples=end == len(sequence.tokens),
             scores=sequence.request.prompt_logprobs is not None and not sequence.output_length,
+            others=tuple(map(tuple, sequence.tables[1:])),
         )
+
+
+def _held(tables: Iterable[Iterable[int]]) -> int:
+    return sum(block != NOTHING for table in tables for block in table)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import threading
 import uuid
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from attrs import evolve
@@ -19,12 +20,15 @@ from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
 from commutator_engine_kit.kv import KvAdmin, KvConnector
+from commutator_reference.arena import KVArena
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import KINDS, Grammars
+from commutator_reference.decoder import DecoderModel
 from commutator_reference.engine import ReferenceEngine
+from commutator_reference.families import FAMILIES, load_decoder, model_type
 from commutator_reference.handover import Handover
-from commutator_reference.model import load_model
-from commutator_reference.preflight import missing_for_handover
+from commutator_reference.model import LlamaModel, load_model
+from commutator_reference.preflight import NO_HANDOVER, missing_for_handover
 from commutator_reference.sampler import OPTIONS
 from commutator_reference.weights import cache_identity
 
@@ -48,10 +52,12 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         if missing is not None and config.role != "both":
             raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         path = locate_model(model.source)
-        llama = load_model(path, device=device, dtype=dtype)
-        num_blocks = config.kv_cache_bytes // llama.config.kv_bytes(
-            config.block_size, dtype.itemsize
-        )
+        loaded = _load(path, device, dtype)
+        if missing is None and isinstance(loaded, DecoderModel):
+            missing = NO_HANDOVER
+            if config.role != "both":
+                raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
+        num_blocks = config.kv_cache_bytes // loaded.block_bytes(config.block_size)
         if num_blocks < 1:
             raise ConfigError(
                 [f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold not even one KV block"],
@@ -61,10 +67,10 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             EventPublisher(keep_messages=config.kv_events_kept) if config.kv_events else None
         )
         text = load_text_model(model.source)
-        ends = llama.config.eos_token_ids
-        self._constraints = Grammars(text.tokenizer.to_str, llama.config.vocab_size, ends)
+        ends = loaded.config.eos_token_ids
+        self._constraints = Grammars(text.tokenizer.to_str, loaded.config.vocab_size, ends)
         super().__init__(
-            llama,
+            loaded,
             config,
             num_blocks,
             max_model_len=model.max_model_len,
@@ -76,10 +82,9 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         self._connector: KvConnector | None = None
         self._admin: KvAdmin | None = None
         if start.tiers or missing is None:
-            identity = cache_identity(
-                model.name, path, llama.config, block_size=config.block_size, dtype=dtype
-            )
-        if missing is None:
+            layout, size = self.arena.layout, self.block_size
+            identity = cache_identity(model.name, path, layout, block_size=size, dtype=dtype)
+        if missing is None and isinstance(self.arena, KVArena):
             handover = Handover(
                 identity,
                 self.arena,
@@ -96,6 +101,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
                 self.arena.block_arena,
                 identity,
                 worker_id=start.worker_id,
+                groups=self.arena.groups,
                 reports_evictions=True,
                 wake=self.wake,
             )
@@ -107,7 +113,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             version=version("commutator-reference"),
             model=model.name,
             max_model_len=self.max_model_len,
-            block_size=config.block_size,
+            block_size=self.block_size,
             kv_capacity_blocks=num_blocks,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
@@ -174,6 +180,12 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             self._connector.close()
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _load(path: Path, device: torch.device, dtype: torch.dtype) -> LlamaModel | DecoderModel:
+    if path.is_dir() and model_type(path) in FAMILIES:
+        return load_decoder(path, device=device, dtype=dtype)
+    return load_model(path, device=device, dtype=dtype)
 
 
 def _device(config: ReferenceConfig) -> torch.device:

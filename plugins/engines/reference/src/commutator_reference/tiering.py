@@ -17,11 +17,11 @@ from attrs import define, field
 
 from commutator import BlockKey
 from commutator.contract.block import BlockDescriptor, KvEvent
-from commutator_engine_kit.kv import FinishedOnboard, KvConnector, OnboardTicket
+from commutator_engine_kit.kv import FinishedOnboard, GroupChain, KvConnector, OnboardTicket
 from commutator_reference.block_pool import BlockPool
-from commutator_reference.scheduler import Sequence
+from commutator_reference.scheduler import Hits, Sequence, find_hits
 
-__all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering"]
+__all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering", "group_chains"]
 
 _LENT_SHARE = 0.25
 """Blocks of the arena that may be on their way to a tier at a time; others wait."""
@@ -31,16 +31,18 @@ _ASK_AGAIN_S = 0.25
 """Delay until a block that no tier took is offered again."""
 _REQUESTS_AHEAD = 8
 _CONVERSATIONS = 64
+_MOST_FAILURES = 3
+"""Loads of all groups that may fail for a request before it is computed."""
 
 
 @define
 class _Onboard:
     sequence: Sequence
     ticket: OnboardTicket
-    first: int
-    """Index in the prompt of the first block that is loaded."""
+    places: Many[tuple[int, int]]
+    """The group, and the number in the prompt, of each block that is loaded."""
     hits: list[int]
-    """Blocks before ``first``, held during the load."""
+    """Blocks of the prompt that the pool has, held during the load."""
     blocks: list[int] = field(factory=list)
     returned: set[int] = field(factory=set)
     good: int | None = None
@@ -63,53 +65,104 @@ class Tiering:
         self._evictions = EvictionOffloader(connector, pool)
         self._lent = 0
         self._tokens_per_s: float | None = None
+        self._has_groups = len(connector.groups) > 1 or not connector.groups[0].keeps_prefix
+        self._failures: dict[int, int] = {}
+        """Of requests for which a load of all groups failed: how often."""
         self.prefetcher = QueuePrefetcher(connector, pool)
         pool.has_tiers = True
         pool.on_registered = self._registered
         if connector.counts_uses:
             pool.on_reused = self._used
 
-    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+    def ready(self, sequence: Sequence, hits: Hits) -> bool:
         """Whether the request can be admitted; begins to load blocks where that pays."""
         if sequence.tiers_asked or not self._pool.prefix_caching:
             return True
         if (running := self._loads.get(sequence.key)) is not None:
             return running.good is not None
-        wanted = sequence.reusable(self._pool.block_size)
-        if len(wanted) <= len(hits):
+        size = self._pool.block_size
+        wanted = sequence.reusable(size)
+        if len(wanted) * size <= hits.tokens:
             return True
         plan = self._plans.pop(sequence.key, None)
         if plan is None:
-            plan = self._connector.lookups.plan(
-                [each.key for each in wanted],
-                first=len(hits),
-                tokens_per_s=self._tokens_per_s,
-                request_id=str(sequence.key),
-            )
+            plan = self._plan(sequence, hits, wanted)
         if not plan.done():
             self._plans[sequence.key] = plan
             return False
-        ticket = plan.result()
-        skip = len(hits) - ticket.first  # other requests may have computed or evicted blocks
-        if skip < 0:
+        return self._begin(sequence, hits, plan.result())
+
+    def _begin(self, sequence: Sequence, hits: Hits, ticket: OnboardTicket) -> bool:
+        """Load what the ticket has; as ``ready``."""
+        places = self._places(ticket, hits)
+        held = None if places is None else self._found(sequence, ticket, hits, places)
+        if places is None or held is None:  # blocks that the plan counted on were evicted
             self._connector.loads.cancel(ticket)
             return self.ready(sequence, hits)
         sequence.tiers_asked = True
-        if skip >= ticket.blocks:
+        if not places:
             self._connector.loads.cancel(ticket)
             return True
-        for block in hits:
+        for block in held:
             self._pool.acquire(block)
-        blocks = self._pool.allocate(ticket.blocks - skip)
+        blocks = self._pool.allocate(len(places))
         if blocks is None:
-            self._pool.release(hits)
+            self._pool.release(held)
             self._connector.loads.cancel(ticket)
             return True
-        self._loads[sequence.key] = _Onboard(sequence, ticket, len(hits), list(hits), blocks)
+        self._loads[sequence.key] = _Onboard(sequence, ticket, places, held, blocks)
         self._loading_blocks.update(dict.fromkeys(blocks, sequence.key))
-        self._connector.loads.onboard(ticket, blocks, skip=skip)
+        if self._has_groups:
+            by_group: list[list[int]] = [[] for _ in sequence.groups]
+            for (group, _), block in zip(places, blocks, strict=True):
+                by_group[group].append(block)
+            self._connector.loads.onboard_groups(ticket, by_group)
+        else:
+            self._connector.loads.onboard(ticket, blocks, skip=ticket.blocks - len(places))
         sequence.tiers_asked = False
         return False
+
+    def _plan(
+        self, sequence: Sequence, hits: Hits, wanted: Many[BlockDescriptor]
+    ) -> Future[OnboardTicket]:
+        if self._has_groups:
+            return self._connector.lookups.plan_groups(
+                group_chains(self._pool, sequence),
+                len(wanted) * self._pool.block_size,
+                tokens_per_s=self._tokens_per_s,
+                request_id=str(sequence.key),
+            )
+        return self._connector.lookups.plan(
+            [each.key for each in wanted],
+            first=len(hits.blocks),
+            tokens_per_s=self._tokens_per_s,
+            request_id=str(sequence.key),
+        )
+
+    def _places(self, ticket: OnboardTicket, hits: Hits) -> list[tuple[int, int]] | None:
+        """The blocks to load; None where the pool has less than when that was planned."""
+        if self._has_groups:
+            return list(ticket.places) if ticket.boundary > hits.tokens else []
+        skip = len(hits.blocks) - ticket.first  # other requests may have computed or evicted some
+        last = ticket.first + ticket.blocks
+        return None if skip < 0 else [(0, each) for each in range(ticket.first + skip, last)]
+
+    def _found(
+        self, sequence: Sequence, ticket: OnboardTicket, hits: Hits, places: Many[tuple[int, int]]
+    ) -> list[int] | None:
+        """The blocks of the pool that are needed beside the loaded ones; None if one is gone."""
+        if not self._has_groups:
+            return list(hits.blocks)
+        size, loaded = self._pool.block_size, set(places)
+        found: list[int] = []
+        for number, group in enumerate(sequence.groups if places else ()):
+            for index in range(group.first_needed(ticket.boundary), ticket.boundary // size):
+                if (number, index) not in loaded:
+                    block = self._pool.find(sequence.descriptor(index, size, number))
+                    if block is None:
+                        return None
+                    found.append(block)
+        return list(dict.fromkeys(found))
 
     def drop(self, key: int) -> None:
         """The request ended; its blocks are released when the load ends."""
@@ -119,6 +172,7 @@ class Tiering:
         if (load := self._loads.get(key)) is not None:
             self._connector.loads.cancel(load.ticket)
         self.prefetcher.gone(key)
+        self._failures.pop(key, None)
 
     def look_ahead(self, queue: Many[Sequence], *, idle: bool) -> None:
         """Prefetch from slow tiers what will be needed soon, once a step is planned.
@@ -173,9 +227,8 @@ class Tiering:
         load = self._loads[int(finished.ticket.request_id)]
         load.good = finished.blocks
         block_size = self._pool.block_size
-        for index in range(finished.blocks):
-            content = load.sequence.descriptor(load.first + index, block_size)
-            block = load.blocks[index]
+        for (group, index), block in zip(load.places, load.blocks[: finished.blocks], strict=False):
+            content = load.sequence.descriptor(index, block_size, group)
             if (twin := self._pool.adopt(block, content)) != block:
                 # Held as long as the blocks after it, it is not reallocated before them.
                 load.hits.append(twin)
@@ -185,7 +238,15 @@ class Tiering:
             if self._connector.counts_uses:
                 # The load was counted as a use; the admission of the request is the same use.
                 self._offers.pop(block, None)
-        load.sequence.tiers_asked = True
+        load.sequence.tiers_asked = not self._tries_again(load, finished.blocks)
+
+    def _tries_again(self, load: _Onboard, good: int) -> bool:
+        """Whether to plan again: without the damaged block, an earlier boundary may be served."""
+        if good or not self._has_groups:
+            return False
+        key = load.sequence.key
+        self._failures[key] = self._failures.get(key, 0) + 1
+        return self._failures[key] < _MOST_FAILURES
 
     def _give_back(self, key: int) -> None:
         """Release loaded blocks; the prefix cache keeps registered ones."""
@@ -237,6 +298,16 @@ class Tiering:
                 self._pool.lend(block)
             self._lent += len(blocks)
             offload([self._pool.descriptor(block) for block in blocks], blocks)
+
+
+def group_chains(pool: BlockPool, sequence: Sequence) -> list[GroupChain]:
+    """A prompt's blocks in each group, and which of them the pool has."""
+    chains = []
+    for number, group in enumerate(sequence.groups):
+        chain = sequence.reusable(pool.block_size, number)
+        here = {index for index, wanted in enumerate(chain) if pool.find(wanted) is not None}
+        chains.append(GroupChain(group=group, keys=[each.key for each in chain], on_device=here))
+    return chains
 
 
 class EvictionOffloader:
@@ -321,8 +392,8 @@ class QueuePrefetcher:
         self._pool = pool
         self._seen: set[int] = set()
         """Requests that were prefetched."""
-        self._ended: OrderedDict[BlockKey, list[BlockDescriptor]] = OrderedDict()
-        """Blocks of recently answered conversations, by their last block."""
+        self._ended: OrderedDict[BlockKey, Sequence] = OrderedDict()
+        """Recently answered conversations, by their last block."""
         self._conversation: Future[None] | None = None
         """The prefetch of an answered conversation, until its copies have begun."""
 
@@ -331,7 +402,7 @@ class QueuePrefetcher:
         for sequence in islice(queue, _REQUESTS_AHEAD):
             if sequence.key not in self._seen:
                 self._seen.add(sequence.key)
-                self._prefetch(sequence.reusable(self._pool.block_size), str(sequence.key))
+                self._prefetch(sequence, str(sequence.key))
 
     def gone(self, key: int) -> None:
         """The request was served or aborted."""
@@ -341,7 +412,7 @@ class QueuePrefetcher:
         """An answer is complete; the conversation may continue."""
         if chain := sequence.reusable(self._pool.block_size):
             last = chain[-1].key
-            self._ended[last] = chain
+            self._ended[last] = sequence
             self._ended.move_to_end(last)
             if len(self._ended) > _CONVERSATIONS:
                 self._ended.popitem(last=False)
@@ -354,12 +425,16 @@ class QueuePrefetcher:
         if self._ended and self._connector.idle:
             self._conversation = self._prefetch(self._ended.popitem()[1])
 
-    def _prefetch(
-        self, chain: Many[BlockDescriptor], request_id: str | None = None
-    ) -> Future[None] | None:
+    def _prefetch(self, sequence: Sequence, request_id: str | None = None) -> Future[None] | None:
         """Prefetch blocks that the engine's own memory lacks; None when it lacks none."""
-        here = len(self._pool.find_prefix(chain))
-        if here == len(chain):
+        size = self._pool.block_size
+        chain = sequence.reusable(size)
+        here = find_hits(self._pool, sequence).tokens
+        if here == len(chain) * size:
             return None
+        lookups = self._connector.lookups
+        if len(sequence.groups) > 1:
+            chains = group_chains(self._pool, sequence)
+            return lookups.prefetch_groups(chains, len(chain) * size, request_id=request_id)
         keys = [each.key for each in chain]
-        return self._connector.lookups.prefetch(keys, first=here, request_id=request_id)
+        return lookups.prefetch(keys, first=here // size, request_id=request_id)

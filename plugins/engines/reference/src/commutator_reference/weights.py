@@ -249,11 +249,12 @@ def _half_split(weight: Tensor, heads: int) -> Tensor:
 
 
 def cache_identity(
-    name: str, path: Path, config: LlamaConfig, *, block_size: int, dtype: torch.dtype
+    name: str, path: Path, layout: str, *, block_size: int, dtype: torch.dtype
 ) -> CacheIdentity:
     """The identity of blocks computed from the weights at ``path``, without adapter and salt.
 
-    Reads every byte of the weights: two fine-tunes may differ in a single tensor.
+    ``layout`` is the arena's. Reads every byte of the weights: two fine-tunes may differ in a
+    single tensor.
     """
     digest = weights_digest(path)
     return CacheIdentity(
@@ -261,9 +262,6 @@ def cache_identity(
         weights=digest,
         tokenizer=digest,  # the tokenizer is in the same file or directory
         dtype=str(dtype).removeprefix("torch."),
-        layout=(
-            f"reference-1: {config.num_layers} layers, key and value, "
-            f"{config.num_kv_heads} heads, {block_size} tokens, {config.head_size}"
-        ),
+        layout=layout,
         block_size=block_size,
     )
