@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 from attrs import Attribute, field, frozen
@@ -28,8 +29,8 @@ __all__ = [
 OPERATIONS_PREFIX = "/admin/"
 """Of the path of every route that asks who its caller is."""
 
-OPERATOR = "operator"
-"""The key of a request, for ``OperationsRoute.handle``, with who sent it, in words for a log."""
+OPERATOR: ContextVar[str] = ContextVar("operator", default="")
+"""Who sent the request that ``OperationsRoute.handle`` answers, in words for a log."""
 
 OperationsNeed = Literal["act", "watch", "nothing"]
 """What a caller needs. "act", to change the run: the permission `admin`, or to be the run's own

@@ -192,7 +192,7 @@ def _operations_routes(
 
 def _checked(check: _Check, handle: Handler) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
-        request[OPERATOR] = check(request)
+        OPERATOR.set(check(request))
         return await handle(request)
 
     return handler

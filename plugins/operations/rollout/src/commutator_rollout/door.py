@@ -253,7 +253,7 @@ class RolloutAtDoor(Operations):
             raise RequestError(f"body: not JSON: {error}") from error
         if not isinstance(body, dict):
             raise RequestError("body: expected a JSON object")
-        asked = {**body, "who": request[OPERATOR]}
+        asked = {**body, "who": OPERATOR.get()}
         if name == "diff":
             name, asked = "apply", asked | {"dry_run": True}
         answer = await self._ask(name, asked)
