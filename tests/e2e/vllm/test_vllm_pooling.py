@@ -27,7 +27,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     """(the URL of vLLM, the URL of a front door before it)."""
     folder: Path = tmp_path_factory.mktemp("vllm")
     model = ModelConfig(name="minilm", source=SOURCE)
-    arguments = ("--dtype=float32", "--enforce-eager", "--runner=pooling")
+    memory = "--kv-cache-memory-bytes=268435456"
+    arguments = ("--dtype=float32", "--enforce-eager", "--runner=pooling", memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_server, "MODEL", model)
         patch.setattr(vllm_server, "CONFIG", evolve(vllm_server.CONFIG, args=arguments))
