@@ -7,15 +7,17 @@ whole character at a time.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from typing import Any, NoReturn
 
-from attrs import frozen
+from attrs import evolve, frozen
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -75,6 +77,9 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list, **options)
 
 
+_NINE = 9
+
+
 @frozen
 class CallHistory:
     """How a template wants an assistant's message that is nothing but calls."""
@@ -83,6 +88,14 @@ class CallHistory:
     """Its text."""
     as_object: bool
     """Whether arguments are objects; otherwise they are JSON as text."""
+    nine: bool = False
+    """Whether ids are 9 letters and digits; it refuses others, such as those of other models."""
+
+    def id_of(self, call_id: str) -> str:
+        """The id of a call, or a short one that stands for it."""
+        if not self.nine or (len(call_id) == _NINE and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:_NINE]
 
     def arguments(self, text: str) -> object:
         """The arguments of a call, which a model wrote as ``text``."""
@@ -141,9 +154,10 @@ class ChatTemplate:
     @cached_property
     def history(self) -> CallHistory:
         """How it wants the calls of earlier turns; found by rendering one in each way."""
-        for style in _HISTORIES:
+        ids = (("call_of_another_model", False), ("a23456789", True))
+        for style, (call_id, nine) in product(_HISTORIES, ids):
             function = {"name": "a_tool", "arguments": style.arguments('{"a_key": "a_value"}')}
-            call = {"id": "a23456789", "type": "function", "function": function}
+            call = {"id": call_id, "type": "function", "function": function}
             asked = {"role": "user", "content": "text"}
             called = {"role": "assistant", "content": style.content, "tool_calls": [call]}
             try:
@@ -152,7 +166,7 @@ class ChatTemplate:
                 continue
             wrong = ["{'a_key'", '\\"a_key', *(["None"] if style.content is None else [])]
             if "a_tool" in text and "a_value" in text and not any(one in text for one in wrong):
-                return style
+                return evolve(style, nine=nine)
         return _HISTORIES[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -146,16 +146,18 @@ def _mapping(
             found |= dict.fromkeys(_REASONING_NAMES, part.text)
         elif isinstance(part, ToolResult):
             found["content"] = "\n".join(map(_text_of, part.parts))
-            found["tool_call_id"] = part.call_id
+            history = None if template is None else template.history
+            found["tool_call_id"] = history.id_of(part.call_id) if history else part.call_id
             if part.call_id in names:
                 found.setdefault("name", names[part.call_id])
         elif isinstance(part, ToolCall):
             names[part.id] = part.name
-            arguments = (
-                part.arguments if template is None else template.history.arguments(part.arguments)
-            )
+            call_id, arguments = part.id, part.arguments
+            if template is not None:
+                call_id = template.history.id_of(call_id)
+                arguments = template.history.arguments(arguments)
             function = {"name": part.name, "arguments": arguments}
-            calls.append({"id": part.id, "type": "function", "function": function})
+            calls.append({"id": call_id, "type": "function", "function": function})
     if calls:
         found["tool_calls"] = calls
         if not found["content"] and template is not None:

@@ -421,7 +421,8 @@ def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
     documents = body.documents if isinstance(body, ChatRequest) else None
     if effort is None and not documents:
         return body.chat_template_kwargs
-    found = thinking_variables(effort)
+    # An effort asks models to think that would not by themselves.
+    found = thinking_variables(effort, effort is not None or None)
     if documents:
         found["documents"] = list(documents)
     return found | {**(body.chat_template_kwargs or {})}

@@ -227,7 +227,8 @@ def _template_variables(given: Mapping[str, Any], ignored: list[str]) -> dict[st
     text = optional(given, "text", dict, "an object") or {}
     if text.get("verbosity") not in (None, "medium"):
         ignored.append("text.verbosity")
-    return thinking_variables(effort)
+    # An effort asks models to think that would not by themselves.
+    return thinking_variables(effort, effort is not None or None)
 
 
 def _constraint(given: Mapping[str, Any]) -> Constraint | None:

@@ -1,0 +1,96 @@
+"""Models of ten families that call, think and talk as their script says: `make test-trained`.
+
+Each is asked by the clients of three APIs, whole and streamed, on a real engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import pytest
+from attrs import evolve
+from tests.judges.trained.clients import APIS, ask_chat
+from tests.support.judges import installed_judges
+from tests.support.trained_models import trained_model
+from tests.support.trained_scripts import FAMILIES, Family, Turn, turns
+
+from commutator_scaffold.local_cluster import LocalCluster
+
+IN_CI = "hermes"
+PROTOCOLS = ("openai", "anthropic", "responses")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, id=name, marks=pytest.mark.slow if name == IN_CI else pytest.mark.long)
+        for name, one in FAMILIES.items()
+    ],
+)
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def url(family: Family) -> Iterator[str]:
+    config = {
+        "models": [{"name": "m", "source": str(trained_model(family))}],
+        "engines": [{"kind": "reference", "kv_cache_bytes": 64 << 20, "threads": 1}],
+        "frontend": {"protocols": [{"kind": one} for one in PROTOCOLS]},
+    }
+    with LocalCluster(config) as running:
+        yield running.url
+
+
+def test_they_say_what_their_script_says(family: Family, url: str) -> None:
+    for turn in turns(family):
+        first = ask_chat(url, "m", turn, streamed=False)
+        assert first.said == turn.said, turn.name
+        called = bool(turn.said.calls) and not turn.forced
+        assert first.ended == ("tool_calls" if called else "stop"), turn.name
+        for api, ask in APIS.items():
+            for streamed in (False, True):
+                answer = ask(url, "m", turn, streamed=streamed)
+                where = (turn.name, api, streamed)
+                assert answer.said == turn.said, where
+                assert answer.usage == first.usage, where
+                assert len(answer.ids) == len({*answer.ids}) == len(turn.said.calls), where
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_conversation_goes_on_with_the_ids_that_it_was_given(
+    api: str, family: Family, url: str
+) -> None:
+    known = {turn.name: turn for turn in turns(family)}
+    ids: dict[str, str] = {}
+    for name in ("call", "result", "two results"):
+        turn = known[name]
+        answer = APIS[api](url, "m", with_ids(turn, ids), streamed=True)
+        assert answer.said == turn.said, name
+        following = known["two results"].messages[len(turn.messages) :]
+        written = [call["id"] for call in following[0].get("tool_calls", [])] if following else []
+        ids |= zip(written, answer.ids, strict=False)
+    assert len(ids) == len({*ids.values()}) > 1
+
+
+def with_ids(turn: Turn, ids: Mapping[str, str]) -> Turn:
+    """With other ids of calls: those of the script and what they are instead."""
+    text = json.dumps(turn.messages)
+    for one, other in ids.items():
+        text = text.replace(json.dumps(one), json.dumps(other))
+    return evolve(turn, messages=json.loads(text))
+
+
+def test_the_probe_is_green(family: Family, url: str) -> None:
+    installed_judges()
+    from canitoolcall.probe import BUILTIN_SCENARIOS, probe
+
+    report = probe(f"{url}/v1", "m", scenarios=BUILTIN_SCENARIOS)
+    told = {outcome.scenario_id: outcome for outcome in report.outcomes if outcome.status != "pass"}
+    left = set() if family.can_be_forced else {"forced-tool-choice"}
+    if family.one_call:
+        left |= {"parallel-calls"}
+    assert told.keys() == left, told
+    assert len({outcome.scenario_id for outcome in report.outcomes}) == len(BUILTIN_SCENARIOS)
