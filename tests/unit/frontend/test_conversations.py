@@ -64,6 +64,28 @@ def test_a_template_that_asks_whether_there_is_text_gets_none() -> None:
     assert message["content"] is None
 
 
+def test_ids_of_other_models_are_short_where_the_template_takes_no_others() -> None:
+    source = OBJECTS.replace(
+        "{{ c.function.name }}",
+        "{% if c.id | length != 9 %}{{ raise_exception('no') }}{% endif %}{{ c.id }}"
+        "{{ c.function.name }}",
+    )
+    template = ChatTemplate(source, {})
+    called, answered = messages_of([CALLED, ANSWERED], template)
+    short = called["tool_calls"][0]["id"]
+    assert short.isalnum()
+    assert answered["tool_call_id"] == short
+    assert short in template.render([called, answered])
+    for call_id, kept in (("abcdef012", True), ("abcdef-12", False), ("2", False)):
+        call = ToolCall(id=call_id, name="add", arguments="{}")
+        (message,) = messages_of([Message(role="assistant", content=[call])], template)
+        (made,) = message["tool_calls"]
+        assert (made["id"] == call_id) is kept
+        assert made["id"] != short
+    (called,) = messages_of([CALLED], ChatTemplate(OBJECTS, {}))
+    assert called["tool_calls"][0]["id"] == "1"
+
+
 def test_results_have_the_names_of_their_calls() -> None:
     _, message = messages_of([CALLED, ANSWERED], None)
     assert message == {"role": "tool", "content": "4\n2", "tool_call_id": "1", "name": "add"}

@@ -155,6 +155,14 @@ def test_how_to_think_is_for_the_template() -> None:
     assert asked.ignored == ["reasoning.summary", "text.verbosity"]
 
 
+def test_an_effort_asks_a_model_to_think() -> None:
+    conversation = read(reasoning={"effort": "low"}).generate.conversation
+    assert conversation is not None
+    assert conversation.variables == {
+        "enable_thinking": True, "thinking": True, "reasoning_effort": "low",
+    }  # fmt: skip
+
+
 def test_what_the_text_follows() -> None:
     schema = {"type": "object"}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
