@@ -321,8 +321,11 @@ def place_of(said: str, before: str) -> str:
 
 def kill_busiest(cluster: LocalCluster) -> None:
     """Kill the worker that has most to answer."""
-    workers = [one for one in cluster.health()["workers"] if one["state"] == "ready"]
-    busiest = max(workers, key=lambda one: int(one["active_requests"]))
+    ready: list[dict[str, Any]] = []
+    until_s = time.monotonic() + 60
+    while not ready and time.monotonic() < until_s:
+        ready = [one for one in cluster.health()["workers"] if one["state"] == "ready"]
+    busiest = max(ready, key=lambda one: int(one["active_requests"]))
     os.kill(asyncio.run(process_of(busiest["admin_address"])), signal.SIGKILL)
 
 
