@@ -70,9 +70,9 @@ def _add(message: Mapping[str, Any], delta: Mapping[str, Any]) -> None:
     calls: list[Any] = made["tool_calls"]
     for call in delta.get("tool_calls") or []:
         if call["index"] == len(calls):
-            calls.append({"id": call["id"], "function": {**call["function"]}})
-        else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            named = {"name": call["function"]["name"], "arguments": ""}
+            calls.append({"id": call["id"], "function": named})
+        calls[call["index"]]["function"]["arguments"] += call["function"].get("arguments") or ""
 
 
 def _of_chat(message: Mapping[str, Any], ended: str, usage: Any) -> Answer:
