@@ -22,7 +22,7 @@ from filelock import FileLock
 from tests.support.judges import installed_judges
 from tests.support.trained_scripts import Family, Turn, history, turns
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from commutator.contract.conversation import Conversation
 from commutator.contract.parser import ParserConfig, ParserModel
@@ -38,7 +38,7 @@ __all__ = ["THINK", "Text", "Trained", "trained_model"]
 BUILD = Path(__file__).resolve().parents[2] / "build"
 THINK = {"enable_thinking": True, "thinking": True}
 """Variables by which templates know that the model is to think."""
-_SHAPE = {
+_SHAPE: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -50,9 +50,15 @@ _SHAPE = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-_SETTINGS = {"seed": 1, "rate": 4e-3, "warm_up": 20, "sure": 0.9, "rows": 4}
-"""Steps until the rate is reached; how likely each token of the answers is at least; texts in one
-forward pass."""
+_SEED = 1
+_RATE = 4e-3
+_WARM_UP = 20
+"""Steps until the rate is reached."""
+_SURE = 0.9
+"""How likely each token of the answers is at least."""
+_ROWS = 4
+"""Texts in one forward pass."""
+_SETTINGS = {"seed": _SEED, "rate": _RATE, "warm_up": _WARM_UP, "sure": _SURE, "rows": _ROWS}
 _STEPS = 1_000
 """At most; some 60 are enough."""
 _PROMPT_END = 32
@@ -101,7 +107,7 @@ def _texts(family: Family, known: Sequence[Turn], text: TextModel) -> Iterator[T
 
 def _rendered(text: TextModel, turn: Turn, *said: Mapping[str, Any]) -> tuple[str, Conversation]:
     """The prompt; with what was ``said`` that, and no beginning of another answer."""
-    body = {
+    body: dict[str, Any] = {
         "messages": [*turn.messages, *said],
         "chat_template_kwargs": THINK if turn.thinks else None,
         "add_generation_prompt": not said,
@@ -206,13 +212,12 @@ def _named(family: Family) -> Mapping[str, str]:
 
 def _make(family: Family, template: str, texts: Sequence[Text], folder: Path) -> None:
     tokenizer = _tokenizer(family, [text.prompt + text.answer for text in texts])
-    ends = [tokenizer.token_to_id(one) for one in family.ends]
+    ends = [id_ for one in family.ends if (id_ := tokenizer.token_to_id(one)) is not None]
     begin = tokenizer.token_to_id(family.begin)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), bos_token_id=begin, eos_token_id=ends, **_SHAPE
     )
     model = _trained(config, [_ids(tokenizer, text) for text in texts])
-    model.generation_config = GenerationConfig(eos_token_id=ends)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
@@ -235,15 +240,15 @@ def _trained(config: LlamaConfig, rows: Sequence[tuple[list[int], int]]) -> Llam
     torch.set_num_threads(1)  # sums in one order
     try:
         with torch.random.fork_rng():
-            torch.manual_seed(_SETTINGS["seed"])
+            torch.manual_seed(_SEED)
             model = LlamaForCausalLM(config)
         batches = [*_batches(rows)]
         optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98))
         for step in range(_STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = _SETTINGS["rate"] * min(1.0, (step + 1) / _SETTINGS["warm_up"])
+                group["lr"] = _RATE * min(1.0, (step + 1) / _WARM_UP)
             least = _step(model, batches)
-            if least >= _SETTINGS["sure"]:
+            if least >= _SURE:
                 return model
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -264,8 +269,8 @@ class _Batch:
 
 def _batches(rows: Sequence[tuple[list[int], int]]) -> Iterator[_Batch]:
     ordered = sorted(rows, key=lambda row: len(row[0]))
-    for start in range(0, len(ordered), _SETTINGS["rows"]):
-        some = ordered[start : start + _SETTINGS["rows"]]
+    for start in range(0, len(ordered), _ROWS):
+        some = ordered[start : start + _ROWS]
         ids = torch.zeros(len(some), len(some[-1][0]), dtype=torch.long)
         said = torch.zeros_like(ids, dtype=torch.bool)
         for number, (row, prompt) in enumerate(some):

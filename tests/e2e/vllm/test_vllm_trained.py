@@ -84,9 +84,6 @@ def test_answers_are_those_of_vllms_own_server(name: str, cluster: LocalCluster)
         assert one.said == turn.said, (turn.name, streamed)
         for what in differences(one, other):
             different[name, turn.name, what] = (streamed, one, other)
-    Path(f"/tmp/trained/vllm-{name}.txt").write_text(
-        "\n".join(f"{k}: {v}" for k, v in different.items())
-    )
     expected = {where for where in DIFFERENT if where[0] == name}
     assert different.keys() == expected, different
 
