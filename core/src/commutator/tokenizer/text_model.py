@@ -77,9 +77,6 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list, **options)
 
 
-_NINE = 9
-
-
 @frozen
 class CallHistory:
     """How a template wants an assistant's message that is nothing but calls."""
@@ -93,9 +90,9 @@ class CallHistory:
 
     def id_of(self, call_id: str) -> str:
         """The id of a call, or a short one that stands for it."""
-        if not self.nine or (len(call_id) == _NINE and call_id.isalnum()):
-            return call_id
-        return hashlib.sha256(call_id.encode()).hexdigest()[:_NINE]
+        if self.nine and not re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+            return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+        return call_id
 
     def arguments(self, text: str) -> object:
         """The arguments of a call, which a model wrote as ``text``."""
