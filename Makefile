@@ -6,7 +6,7 @@
 # make test-vllm-suite   vLLM's own HTTP tests, against vLLM and against us; hours on two cores
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
-# make test-trained   models of ten families, trained here, that call, think and talk, by three APIs
+# make test-trained   tiny models, trained here, that call, think and talk, by three APIs
 # make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
 # make test-clients   clients of PyPI and npm, untouched, likewise: the table docs/reference/clients.md
 # make fuzz     10,000 senseless cases for every socket
