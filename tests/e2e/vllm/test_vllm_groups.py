@@ -57,7 +57,7 @@ _SHAPES = {
     "gemma3": Shape(step=32, groups=6, lengths=(64, 128, 608, 2048, 3968), window=64),
     "gpt_oss": Shape(step=32, groups=2, lengths=(64, 128, 608, 2048, 3968), window=64),
     "llama4": Shape(step=32, groups=4, lengths=(128, 160, 256, 640, 2048), window=128),
-    "qwen3_next": Shape(step=1088, groups=4, lengths=(1088, 2176, 3264)),
+    "qwen3_next": Shape(step=544, groups=4, lengths=(544, 1088, 2176, 3264)),
     "deepseek_v2": Shape(step=16, groups=1, lengths=(64, 608, 2048)),
     "mixtral": Shape(step=32, groups=1, lengths=(64, 608, 2048)),
 }
