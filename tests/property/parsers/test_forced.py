@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,10 +80,15 @@ def asked(choice: ToolChoice, tools: Sequence[Tool] = TOOLS) -> Conversation:
     return Conversation(messages=[message], tools=tools, tool_choice=choice)
 
 
-def written(constraint: Constraint, seed: int, most: int = 300) -> list[int] | None:
-    """Tokens drawn at random among those allowed, an end as soon as it may be; None: too long."""
-    matcher, random_ = GRAMMARS.matcher(constraint), random.Random(seed)
-    logits, tokens = torch.zeros(TEXT.vocab_size), list[int]()
+def written(
+    constraint: Constraint, seed: int, most: int = 300, begun: Sequence[int] = ()
+) -> list[int] | None:
+    """Tokens drawn at random among those allowed, an end as soon as it may be; None: too long.
+
+    They come after ``begun``.
+    """
+    matcher, random_ = GRAMMARS.matcher(constraint, begun), random.Random(seed)
+    logits, tokens = torch.zeros(TEXT.vocab_size), [*begun]
     torch.set_num_threads(1)  # the vectors are small
     while len(tokens) < most:
         allowed = matcher.allow(logits, logits).isfinite().nonzero()[:, 0].tolist()
@@ -278,3 +284,92 @@ def test_a_call_that_is_cut_off_is_none() -> None:
     last, reason = reader.finish("length")
     assert reason == "length"
     assert not [one for one in (*events, *last) if isinstance(one, Content)]
+
+
+# ----------------------------------------------------------------- strict tools that may be called
+
+UNMARKED = {"llama3_json", "llama4_pythonic", "pythonic", "xlam", "minicpm5"}
+"""Families that may call without a marker, whose calls are held to no schema."""
+STRICT = sorted(set(FORCED) - UNMARKED)
+
+
+def tokens_of(text: str, specials: Mapping[str, int]) -> list[int]:
+    known = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    pieces = re.split(f"({known})", text) if specials else [text]
+    return [
+        one
+        for piece in pieces
+        if piece
+        for one in (
+            [specials[piece]] if piece in specials else TEXT.encode(piece, add_special_tokens=False)
+        )
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    family=st.sampled_from(STRICT),
+    special=st.booleans(),
+    seed=st.integers(0, 10**6),
+    offered=st.one_of(st.just(TOOLS), tools()),
+    parallel=st.sampled_from([True, False, None]),
+)
+def test_calls_of_strict_tools_fit_where_the_model_may_call(
+    family: str, special: bool, seed: int, offered: list[Tool], parallel: bool | None
+) -> None:
+    strict = [evolve(one, strict=number % 2 == 0) for number, one in enumerate(offered)]
+    specials = special_markers(family) if special or family == "gpt_oss" else {}
+    parser = parser_of(family, specials=specials, how="none")
+    choice = None if parallel is None else ToolChoice(mode="auto", parallel=parallel)
+    conversation = evolve(asked(REQUIRED, strict), tool_choice=choice)
+    try:
+        constraint = parser.strict(conversation)
+        opening = parser.forced(asked(REQUIRED, strict), "").opening
+    except RequestError as refused:  # it cannot write some values, and some names
+        if not re.search("holds a marker|is no name in Python", str(refused)):
+            raise
+        return
+    if constraint.kind == "structural_tag" and specials:
+        return  # the engine looks for special tokens, and this one has no such ones
+    if family == "gpt_oss":
+        opening = "<|channel|>commentary to=functions."
+    before = "" if family == "gpt_oss" else "Hm. "
+    tokens = written(constraint, seed, begun=tokens_of(before + opening, specials))
+    if tokens is None:
+        return
+    reader = parser.answer(conversation, "")
+    assert reader is not None
+    events: list[AnswerEvent] = []
+    for text, marks in pieces_of(tokens, {one: text for text, one in specials.items()}):
+        events += reader.feed(text, marks)
+    last, reason = reader.finish("stop")
+    events += last
+    assert reason == "tool_calls"
+    text = "".join(one.text for one in events if isinstance(one, Content))
+    assert text.startswith(before.strip())  # the last token may begin more of it
+    found = calls_of(events)
+    assert found
+    by_name = {one.name: one for one in strict}
+    for called, arguments in found:
+        assert isinstance(arguments, dict)
+        if by_name[called].strict:
+            jsonschema.validate(arguments, by_name[called].parameters or {"maxProperties": 0})
+
+
+@pytest.mark.parametrize("family", STRICT)
+def test_text_without_a_call_is_free(family: str) -> None:
+    specials = special_markers(family) if family == "gpt_oss" else {}
+    conversation = evolve(asked(REQUIRED, TOOLS[1:]), tool_choice=None)
+    constraint = parser_of(family, specials=specials).strict(conversation)
+    text = 'No <call> is needed: {"name": "say"}.\n\n[1, 2]'
+    if family == "gpt_oss":
+        begin = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        text = f"{begin}<|channel|>final<|message|>{text}"
+    assert written(constraint, 0, begun=tokens_of(text, specials)) == tokens_of(text, specials)
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED | UNMARKED))
+def test_families_whose_calls_cannot_be_held_to_schemas_say_so(family: str) -> None:
+    with pytest.raises(RequestError, match=r"tools: strict: .* leave strict out") as refused:
+        parser_of(family).strict(evolve(asked(REQUIRED), tool_choice=None))
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")

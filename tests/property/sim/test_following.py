@@ -88,3 +88,33 @@ def test_a_script_says_the_first_answer_that_follows() -> None:
     assert said(Constraint(kind="choice", value=("Hi.", "Hello."))) == "Hello."
     assert said(Constraint(kind="json_object", whitespace="")) is None
     assert said(of_schema({"type": "null"})) is None
+
+
+TAGS = {
+    "structures": [{"begin": "<c>", "schema": {"const": name}, "end": "</c>"} for name in ("a", 1)],
+    "triggers": ["<c>"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", True),
+        ("no call", True),
+        ('one <c>"a"</c> more <c>1</c>', True),
+        ('<c>"b"</c>', False),
+        ('<c>"a"', False),
+        ('<c>"a"</c><c>', False),
+    ],
+)
+def test_what_follows_a_trigger_is_one_of_the_structures(text: str, expected: bool) -> None:
+    constraint = Constraint(kind="structural_tag", value=json.dumps(TAGS))
+    assert follows(constraint, text) is expected
+    assert follows(constraint, constrained_text(constraint, len(text)))
+
+
+def test_another_form_of_structural_tags_is_refused() -> None:
+    other = Constraint(kind="structural_tag", value='{"format": {"type": "any_text"}}')
+    assert not follows(other, "a")
+    with pytest.raises(RequestError, match="structural tag without structures"):
+        constrained_text(other, 1)

@@ -105,3 +105,15 @@ class Parser(ABC):
             "tool_choice",
             "unsupported_parameter",
         )
+
+    def strict(self, conversation: Conversation) -> Constraint:
+        """What an answer follows in which the model may call, so that calls of strict tools fit.
+
+        It is what follows reasoning, where the answer begins in it. Raises RequestError where the
+        parser does not know how, as by default.
+        """
+        raise RequestError(
+            "tools: strict: the parser of this model cannot hold calls to schemas; leave it out",
+            "tools",
+            "unsupported_parameter",
+        )

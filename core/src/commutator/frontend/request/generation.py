@@ -109,7 +109,7 @@ class Plan:
     """Makes what reads each answer in turn, already begun; None: an answer is text."""
     forced: str | None = None
     """The mode of a tool choice, "required" or "named", that the constraint of the requests is for;
-    None: it is the client's own, or there is none."""
+    "auto": it is for strict tools; None: it is the client's own, or there is none."""
 
 
 class Choice:

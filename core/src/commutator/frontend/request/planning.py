@@ -103,9 +103,14 @@ async def _plan_conversation(
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
     forced = _forced_calls(target.parser, conversation, rendered.text)
+    mode = None if conversation.tool_choice is None else conversation.tool_choice.mode
     if forced is not None:  # there is no text that another constraint could be for
         asked = evolve(asked, constraint=forced.constraint)
-    _check_constraint(asked, "constraint" if forced is None else "tools")
+    elif target.parser is not None and _may_call_strictly(asked, conversation):
+        asked, mode = evolve(asked, constraint=target.parser.strict(conversation)), "auto"
+    else:
+        mode = None
+    _check_constraint(asked, "constraint" if mode is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
         rendered.followed_by(opening), salt=salt, add_special_tokens=False, max_tokens=limit
@@ -114,9 +119,7 @@ async def _plan_conversation(
     if asked.constraint is not None and thinks_until is not None:
         after = tuple(target.text.encode(thinks_until, add_special_tokens=False))
         asked = evolve(asked, constraint=evolve(asked.constraint, after=after))
-    plan = _plan(asked, target, salt, [prompt], read)
-    if forced is not None and conversation.tool_choice is not None:
-        plan = evolve(plan, forced=conversation.tool_choice.mode)
+    plan = evolve(_plan(asked, target, salt, [prompt], read), forced=mode)
     marked = _marked(conversation)
     if not marked:
         return plan
@@ -158,6 +161,11 @@ def _forced_calls(
     if parser is None or choice is None or choice.mode not in {"required", "named"}:
         return None
     return parser.forced(conversation, rendered[-_PROMPT_END:])
+
+
+def _may_call_strictly(asked: Generate, conversation: Conversation) -> bool:
+    """Whether calls are to follow schemas, and no constraint of the whole answer excludes them."""
+    return asked.constraint is None and any(one.strict for one in offered_tools(conversation))
 
 
 def _check_constraint(asked: Generate, param: str) -> None:

@@ -116,7 +116,9 @@ def _of_constraint(refused: RequestError, asked: Generate, plan: Plan) -> Reques
     if refused.param not in {None, field}:
         return None
     if plan.forced is not None:
-        return RequestError(f"tool_choice: {text}", "tool_choice", refused.code or NOT_SERVED)
+        param = "tools" if plan.forced == "auto" else "tool_choice"
+        text = f"strict: {text}" if plan.forced == "auto" else text
+        return RequestError(f"{param}: {text}", param, refused.code or NOT_SERVED)
     if refused.param is None and text == str(refused):
         return None
     name = asked.params.get("constraint", field)

@@ -12,12 +12,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator_reference.grammar_trial import LIMITS, GrammarTrial
 from commutator_reference.rewriting import rewritten
+from commutator_reference.structural_tags import lark_of_tags
+from commutator_reference.vocabulary import Vocabulary, vocabulary_of
 
 __all__ = ["KINDS", "Grammars", "Matcher"]
 
@@ -53,9 +56,9 @@ class Grammars:
     ) -> None:
         """``tokenizer`` returns the JSON of Hugging Face's `tokenizers`."""
         self._ends = sorted(eos_token_ids)
-        self._tokenizer = tokenizer
+        self._vocabulary = cache(lambda: vocabulary_of(tokenizer()))
         self._vocab_size = vocab_size
-        self._trial = GrammarTrial(tokenizer, vocab_size, self._ends[0])
+        self._trial = GrammarTrial(lambda: self._vocabulary().tokenizer, vocab_size, self._ends[0])
         self._lock = threading.Lock()
         # It guards the following.
         self._tokens: LLTokenizer | None = None
@@ -69,7 +72,7 @@ class Grammars:
         ``answer`` breaks it. May take some seconds.
         """
         try:
-            grammar = _grammar(constraint)
+            grammar = _grammar(constraint, self._vocabulary, self._ends)
         except Exception as error:  # GBNF's reader raises whatever it likes
             problem = f"response_format: {constraint.kind}: {error}"[:_SHOWN]
             raise RequestError(problem, "response_format", "invalid_value") from error
@@ -94,7 +97,7 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = LLTokenizer(
-                    self._tokenizer(), n_vocab=self._vocab_size, eos_token=self._ends[0]
+                    self._vocabulary().tokenizer, n_vocab=self._vocab_size, eos_token=self._ends[0]
                 )
         compiled = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
         with self._lock:
@@ -153,7 +156,9 @@ class Matcher:
             )
 
 
-def _grammar(constraint: Constraint) -> str:
+def _grammar(
+    constraint: Constraint, vocabulary: Callable[[], Vocabulary], ends: Collection[int]
+) -> str:
     """In llguidance's notation. Raises ValueError."""
     value = constraint.value
     if constraint.kind == "choice":
@@ -172,37 +177,27 @@ def _grammar(constraint: Constraint) -> str:
         case "lark":
             return str(LLMatcher.grammar_from_lark(value))
         case "structural_tag":
-            return _tags(json.loads(value))
+            specials = {text: one for text, one in vocabulary().specials.items() if one not in ends}
+            lark = lark_of_tags(json.loads(value), specials, _enforced)
+            return str(LLMatcher.grammar_from_lark(lark))
     raise ValueError(f"unknown kind {constraint.kind}")
 
 
 def _json(schema: Any, constraint: Constraint) -> str:
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
+    found, given = _enforced(schema, constraint.whitespace)
+    options: Any = given
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options))
+
+
+def _enforced(schema: Any, whitespace: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema as llguidance takes it, and its options. Raises ValueError."""
+    if not isinstance(schema, dict | bool):
         raise ValueError("expected an object")  # noqa: TRY004 - as for every other mistake
-    between = _WHITESPACE if constraint.whitespace is None else constraint.whitespace
-    options: Any = {"whitespace_flexible": bool(between)}
-    if between:
-        options["whitespace_pattern"] = between
     found = rewritten(schema)
     if found is False:
         raise ValueError("no value follows the schema: it excludes all")
-    text = json.dumps({} if found is True else found)
-    return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
-
-
-def _tags(given: Any) -> str:
-    """VLLM's and SGLang's form: ``structures`` [{begin, schema, end}] and ``triggers``."""
-    if not isinstance(given, dict) or "structures" not in given or "triggers" not in given:
-        raise ValueError('expected {"structures": [{begin, schema, end}], "triggers": [...]}')
-    tags = []
-    for one in given["structures"]:
-        begin, triggers = one["begin"], given["triggers"]
-        trigger = next((each for each in triggers if begin.startswith(each)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
-        tags.append(
-            StructTag(trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"])
-        )
-    return str(StructTag.to_grammar(tags))
+    between = _WHITESPACE if whitespace is None else whitespace
+    options: dict[str, Any] = {"whitespace_flexible": bool(between)}
+    if between:
+        options["whitespace_pattern"] = between
+    return {} if found is True else found, options

@@ -1,4 +1,4 @@
-"""Texts that follow a constraint: any JSON, JSON of a schema, one of several texts. Pure.
+"""Texts that follow a constraint: JSON, one of several texts, text without tags. Pure.
 
 The same request gets the same text, so that another worker can go on with it.
 """
@@ -17,7 +17,7 @@ from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
 
 __all__ = ["KINDS", "constrained_text"]
 
-KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice")
+KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice", "structural_tag")
 """What this engine follows."""
 
 _OF_TYPES = set().union(*OF_TYPE.values())
@@ -38,6 +38,8 @@ def constrained_text(constraint: Constraint, seed: int) -> str:
         return chance.choice(constraint.value)
     if constraint.whitespace is not None:
         _refuse("whitespace_pattern")
+    if constraint.kind == "structural_tag":
+        return _text_without(json.loads(str(constraint.value)), chance)
     if constraint.kind == "json_object":
         return json.dumps({chance.choice(_WORDS): chance.choice(_WORDS)})
     schema = json.loads(str(constraint.value))
@@ -46,6 +48,15 @@ def constrained_text(constraint: Constraint, seed: int) -> str:
     except (TypeError, AttributeError, ValueError, KeyError, OverflowError) as error:
         _refuse(f"what is no JSON schema ({error})")
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _text_without(tags: Any, chance: random.Random) -> str:
+    """A text without a trigger, after which something else would have to follow."""
+    triggers = tags.get("triggers") if isinstance(tags, dict) else None
+    if not isinstance(triggers, list) or "structures" not in tags:
+        _refuse("a structural tag without structures and triggers")
+    words = [one for one in _WORDS if not any(each in one for each in triggers)]
+    return chance.choice(words) if words else _refuse("triggers that all words contain")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -23,16 +23,41 @@ def follows(constraint: Constraint, text: str) -> bool:
     if constraint.whitespace is not None:
         return False
     try:
+        if constraint.kind == "structural_tag":
+            return _follows_tags(json.loads(str(constraint.value)), text)
         value = json.loads(text)
-    except ValueError:
-        return False
-    if constraint.kind == "json_object":
-        return isinstance(value, dict)
-    schema = json.loads(str(constraint.value))
-    try:
+        if constraint.kind == "json_object":
+            return isinstance(value, dict)
+        schema = json.loads(str(constraint.value))
         return _Judge(schema).fits(schema, value, 0)
-    except (TypeError, AttributeError, ValueError):  # what is no JSON schema
+    except (TypeError, AttributeError, ValueError, KeyError):  # no JSON, or no JSON schema
         return False
+
+
+def _follows_tags(tags: Mapping[str, Any], text: str) -> bool:
+    """Whether what follows each trigger in ``text`` is one of the structures."""
+    at = 0
+    while True:
+        found = [place for one in tags["triggers"] if (place := text.find(one, at)) >= 0]
+        if not found:
+            return True
+        ends = [_end_of(one, text, min(found)) for one in tags["structures"]]
+        at = max((one for one in ends if one is not None), default=-1)
+        if at < 0:
+            return False
+
+
+def _end_of(structure: Mapping[str, Any], text: str, at: int) -> int | None:
+    """Where ``structure`` ends that begins at ``at``; None: it is not there."""
+    begin, schema, end = structure["begin"], structure.get("schema", {}), structure["end"]
+    if not text.startswith(begin, at):
+        return None
+    try:
+        value, at = json.JSONDecoder().raw_decode(text, at + len(begin))
+    except ValueError:
+        return None
+    follows_end = text.startswith(end, at)
+    return at + len(end) if follows_end and _Judge(schema).fits(schema, value, 0) else None
 
 
 class _Judge:

@@ -1,4 +1,4 @@
-"""Calls that the model has to make: what the answer must follow, in the family's own form."""
+"""Calls that the model has to make, or may: what they must follow, in the family's own form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from commutator.contract.conversation import Conversation, Tool, ToolChoice
 from commutator.contract.parser import ForcedCalls
 from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 from commutator_parsers.families import Family
-from commutator_parsers.grammars import EitherCalls, JsonCalls
-from commutator_parsers.lark import HARMONY, Form, calls_grammar, form_of, literal
+from commutator_parsers.grammars import EitherCalls, JsonCalls, NamedCalls
+from commutator_parsers.lark import (
+    HARMONY,
+    Form,
+    calls_grammar,
+    closer_of,
+    form_of,
+    free_grammar,
+    literal,
+)
 from commutator_parsers.schemas import chosen_tools, moved
 
 __all__ = [
@@ -23,7 +33,10 @@ __all__ = [
     "in_prompt",
     "in_thoughts",
     "special_marks",
+    "where_it_calls",
 ]
+
+_ANY: Mapping[str, Any] = {"type": "object"}
 
 _WHITESPACE = r"\n {0,24}| ?"
 """Between parts of JSON, where nobody else bounds it."""
@@ -82,6 +95,44 @@ def in_thoughts(
     return ForcedCalls(opening="", constraint=Constraint(kind="lark", value=value))
 
 
+def where_it_calls(
+    form: JsonCalls | Form, conversation: Conversation, specials: Mapping[str, int]
+) -> Constraint:
+    """Text in which the model may call: calls of strict tools follow their schemas.
+
+    Those of others are any objects. Raises RequestError where the form has no words for that.
+    """
+    tools = tuple(one if one.strict else evolve(one, parameters=_ANY) for one in conversation.tools)
+    if isinstance(form, Form):
+        # Only objects in JSON can be of any shape; the other forms are held to their schemas.
+        whole = form.grammar is None or isinstance(form.grammar, NamedCalls)
+        held = evolve(conversation, tools=tools) if whole else conversation
+        return Constraint(kind="lark", value=free_grammar(form, held, specials))
+    if form.line_openers:
+        raise RequestError(
+            "tools: strict: no marker need begin this model's calls, so they cannot be held to "
+            'schemas where it may call; leave strict out, or use tool_choice "required"',
+            "tools",
+            "unsupported_parameter",
+        )
+    schema = _calls_schema(form, evolve(conversation, tools=tools))
+    structures = [
+        {
+            "begin": f"{opener}{form.after_opener}",
+            "schema": schema,
+            "end": f"{form.after_opener}{closer_of(form, opener)}",
+        }
+        for opener in form.openers
+    ]
+    triggers = [
+        one
+        for one in form.openers
+        if not any(one != other and one.startswith(other) for other in form.openers)
+    ]
+    value = {"structures": structures, "triggers": triggers}
+    return Constraint(kind="structural_tag", value=json.dumps(value))
+
+
 def special_marks(text: str, specials: Collection[str]) -> Sequence[tuple[int, int]]:
     """The special tokens in ``text``, as (offset, length)."""
     known = [re.escape(one) for one in sorted(specials, key=len, reverse=True) if one in text]
@@ -93,7 +144,6 @@ def special_marks(text: str, specials: Collection[str]) -> Sequence[tuple[int, i
 def _calls_schema(grammar: JsonCalls, conversation: Conversation) -> dict[str, Any]:
     """The JSON schema of all that the answer may be. Raises RequestError."""
     choice = conversation.tool_choice
-    assert choice is not None
     schemas: dict[str, Any] = {}
     try:
         calls = [_call_schema(grammar, tool, schemas) for tool in chosen_tools(conversation)]
@@ -102,7 +152,7 @@ def _calls_schema(grammar: JsonCalls, conversation: Conversation) -> dict[str, A
     found: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if grammar.listed:
         found = {"type": "array", "items": found, "minItems": 1}
-        if not choice.parallel:
+        if choice is not None and not choice.parallel:
             found["maxItems"] = 1
     return {**found, "$defs": schemas} if schemas else found
 

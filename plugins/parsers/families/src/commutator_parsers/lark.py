@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from commutator.contract.conversation import Conversation, Tool
+from commutator.errors import RequestError
 from commutator_parsers.calls import json_of, types_of
 from commutator_parsers.grammars import (
     Grammar,
@@ -25,7 +26,7 @@ from commutator_parsers.grammars import (
 from commutator_parsers.schemas import chosen_tools, moved, without_type
 from commutator_parsers.texts import DEPTH, no_words, resolved, texts_of
 
-__all__ = ["HARMONY", "Form", "calls_grammar", "form_of", "literal"]
+__all__ = ["HARMONY", "Form", "calls_grammar", "closer_of", "form_of", "free_grammar", "literal"]
 
 _JSON_SPACE = r"\n {0,24}| ?"
 """Between parts of JSON, where nobody else bounds it."""
@@ -78,8 +79,7 @@ def form_of(grammar: Grammar | None, template: str) -> Form | None:
         return None
     known = (one for one in grammar.openers if one in template)
     opener = next(known, (*grammar.openers, "")[0])
-    closers = [one for one in grammar.closers if one[2:] == opener[1:]]
-    form = Form(grammar=grammar, closing=(closers or [*grammar.closers, ""])[0])
+    form = Form(grammar=grammar, closing=closer_of(grammar, opener))
     match grammar:
         case TagCalls():
             return _tag_form(form, grammar, opener)
@@ -99,6 +99,12 @@ def form_of(grammar: Grammar | None, template: str) -> Form | None:
         case NamedCalls():
             return _named_form(form, grammar, opener, template)
     return None
+
+
+def closer_of(grammar: Grammar, opener: str) -> str:
+    """The marker that closes what ``opener`` begins; empty: there is none."""
+    closers = [one for one in grammar.closers if one[2:] == opener[1:]]
+    return (closers or [*grammar.closers, ""])[0]
 
 
 def _tag_form(form: Form, grammar: TagCalls, opener: str) -> Form:
@@ -132,14 +138,7 @@ def calls_grammar(
     RequestError for what a grammar has no words for.
     """
     writer = _Writer(specials)
-    calls = [writer.rule(_call(form, tool, writer)) for tool in chosen_tools(conversation)]
-    call = writer.rule(" | ".join(calls))
-    begin, end = writer.literal(form.begin), writer.literal(form.end)
-    choice = conversation.tool_choice
-    more = ""
-    if form.several and choice is not None and choice.parallel:
-        more = f"({writer.literal(form.between)} {begin} {call} {end})*"
-    start = f"{call} {end} {more} {writer.literal(form.closing)}"
+    start = _section(form, conversation, writer)
     if form.grammar is None:
         before = writer.literal("<|channel|>analysis<|message|>")
         after = writer.literal("<|end|><|start|>assistant")
@@ -149,6 +148,77 @@ def calls_grammar(
         start = f"SPACE? {writer.literal(form.opened)} {start}"
         writer.lines.append(r"SPACE: /\n{1,2}/")
     return "\n".join([f"start: {start}", *writer.lines])
+
+
+def free_grammar(form: Form, conversation: Conversation, specials: Mapping[str, int]) -> str:
+    """A grammar of text in which calls may be: those of strict tools follow their schemas.
+
+    Raises RequestError as ``calls_grammar``, and for a form without a marker that begins calls.
+    """
+    writer = _Writer(specials)
+    if form.grammar is None:
+        start, lines = _free_channels(_section(form, conversation, writer), writer)
+    else:
+        start, lines = _free_text(form, conversation, writer)
+    return "\n".join([f"start: {start}", *lines, *writer.lines])
+
+
+def _section(form: Form, conversation: Conversation, writer: _Writer) -> str:
+    """All calls of one section, without what opens it."""
+    calls = [writer.rule(_call(form, tool, writer)) for tool in chosen_tools(conversation)]
+    call = writer.rule(" | ".join(calls))
+    begin, end = writer.literal(form.begin), writer.literal(form.end)
+    more = ""
+    if form.several and _are_parallel(conversation):
+        more = f"({writer.literal(form.between)} {begin} {call} {end})*"
+    return f"{call} {end} {more} {writer.literal(form.closing)}"
+
+
+def _are_parallel(conversation: Conversation) -> bool:
+    return conversation.tool_choice is None or conversation.tool_choice.parallel
+
+
+def _free_channels(calls: str, writer: _Writer) -> tuple[str, list[str]]:
+    """Messages of harmony, of which the last is a call or what the user gets."""
+    begin, message = writer.literal("<|channel|>"), writer.literal("<|message|>")
+    over, kind = writer.literal("<|end|><|start|>assistant"), writer.literal(" <|constrain|>json")
+    before = f'({begin} ("analysis" | "commentary") {message} TEXT {over})*'
+    last = f'{begin} ("final" ({kind})? | "commentary" | "analysis") {message} TEXT'
+    return f"{before} ({calls} | {last})", ["TEXT: /(?s:.*)/"]
+
+
+def _free_text(form: Form, conversation: Conversation, writer: _Writer) -> tuple[str, list[str]]:
+    grammar, specials = form.grammar, writer.specials
+    assert grammar is not None
+    opener = next((one for one in grammar.openers if form.opened.startswith(one)), None)
+    if opener is None or grammar.line_openers:
+        raise RequestError(
+            "tools: strict: no marker of its own begins this model's calls, which cannot be held "
+            'to schemas where it may call; leave strict out, or use tool_choice "required"',
+            "tools",
+            "unsupported_parameter",
+        )
+    calls = _section(form, conversation, writer)
+    firsts = [_pieces(one, specials)[0] for one in grammar.openers]
+    texts = [one for one in firsts if one not in specials]
+    others = [one for text, one in specials.items() if text not in firsts]
+    between = f"(TEXT? <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+    lines = [f"free: {between} TEXT?", f"TEXT: {_text_without(texts)}"]
+    first, *rest = _pieces(opener, specials)
+    if first in specials:
+        opened = f"free {writer.literal(opener)}"
+    else:
+        apart = [one for one in texts if one not in first and first not in one]
+        lines += [f"UNTIL: {_text_without(apart, '*')}", f"opened[suffix={_quoted(first)}]: UNTIL"]
+        opened = f"{between} opened {writer.literal(''.join(rest))}"
+    section = f"{opened} {writer.literal(form.opened.removeprefix(opener))} {calls}"
+    return f"({section}){'*' if _are_parallel(conversation) else '?'} free", lines
+
+
+def _text_without(excluded: Sequence[str], length: str = "+") -> str:
+    if not excluded:
+        return f"/(?s:.{length})/"
+    return f"/(?s:.{length})/ & ~/(?s:.*({'|'.join(map(_escaped, excluded))}).*)/"
 
 
 def literal(text: str, specials: Mapping[str, int]) -> str:

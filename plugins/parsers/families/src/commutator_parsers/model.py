@@ -10,6 +10,7 @@ from commutator.contract.parser import (
     ParserConfig,
     ParserModel,
 )
+from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 from commutator_parsers.channels import ElementParser, HarmonyParser
 from commutator_parsers.families import FAMILIES, REASONING, detect, detect_reasoning
@@ -20,8 +21,10 @@ from commutator_parsers.forced import (
     in_prompt,
     in_thoughts,
     special_marks,
+    where_it_calls,
 )
 from commutator_parsers.parser import FamilyParser, Thinking
+from commutator_parsers.texts import NoWordsError
 
 __all__ = ["ModelParser"]
 
@@ -102,6 +105,23 @@ class ModelParser(Parser):
         thinks = _begins_thinking(self._thinking, conversation, prompt_end) is not None
         ask = in_thoughts if thinks else in_prompt
         return ask(form, opening, conversation, self._specials)
+
+    def strict(self, conversation: Conversation) -> Constraint:
+        """As of ``Parser``."""
+        form = self._form
+        if form is None:
+            raise RequestError(
+                f"tools: strict: models of the family {self._name} write calls in a form of their "
+                "own, and cannot be held to schemas; leave strict out",
+                "tools",
+                "unsupported_parameter",
+            )
+        try:
+            return where_it_calls(form, conversation, self._specials)
+        except NoWordsError as refused:
+            raise RequestError(
+                f"tools: strict: {refused.why}; leave strict out", "tools", "unsupported_parameter"
+            ) from refused
 
 
 def _begins_thinking(

@@ -10,7 +10,7 @@ from commutator.contract.conversation import Tool
 from commutator.errors import RequestError
 from commutator_parsers.calls import types_of
 
-__all__ = ["DEPTH", "no_words", "resolved", "texts_of"]
+__all__ = ["DEPTH", "NoWordsError", "no_words", "resolved", "texts_of"]
 
 DEPTH = 8
 """References that are followed from one to the next."""
@@ -93,15 +93,23 @@ def _in_slashes(pattern: str) -> str:
     )
 
 
-def no_words(tool: Tool, key: str, why: str) -> RequestError:
-    """The refusal of a tool that a model cannot be made to call; ``key`` is that of an argument."""
+class NoWordsError(RequestError):
+    """The refusal of a tool that a model cannot be made to call."""
+
+    def __init__(self, why: str) -> None:
+        """``why`` says what it has no words for."""
+        super().__init__(
+            f'tool_choice: this model cannot be made to call it: {why}; use "auto"',
+            "tool_choice",
+            "unsupported_parameter",
+        )
+        self.why = why
+
+
+def no_words(tool: Tool, key: str, why: str) -> NoWordsError:
+    """The refusal of ``tool``; ``key`` is that of an argument, if it is about one."""
     where = f"argument {key} of tool {tool.name}" if key else f"tool {tool.name}"
-    return RequestError(
-        f"tool_choice: this model cannot be made to call it: {where}: {why} in the form that the "
-        'model writes; use "auto"',
-        "tool_choice",
-        "unsupported_parameter",
-    )
+    return NoWordsError(f"{where}: {why} in the form that the model writes")
 
 
 def resolved(tool: Tool, schema: Any) -> Any:

@@ -109,7 +109,7 @@ class FunctionSpec:
     name: Annotated[str, ToolName()] = setting("Letters, digits, '_', '-', '.', ':' and '/'.")
     description: str | None = setting("For the model.", None)
     parameters: dict[str, Any] | None = setting("JSON Schema of the arguments.", None)
-    strict: bool | None = setting("Has no effect yet: arguments are not made to fit.", None)
+    strict: bool | None = setting("Whether the arguments have to fit `parameters`.", None)
 
 
 @frozen(kw_only=True, slots=False)
