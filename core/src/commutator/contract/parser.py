@@ -109,11 +109,9 @@ class Parser(ABC):
     def strict(self, conversation: Conversation) -> Constraint:
         """What an answer follows in which the model may call, so that calls of strict tools fit.
 
-        It is what follows reasoning, where the answer begins in it. Raises RequestError where the
-        parser does not know how, as by default.
+        It comes after reasoning, where the answer begins in it. Raises RequestError as ``forced``.
         """
-        raise RequestError(
-            "tools: strict: the parser of this model cannot hold calls to schemas; leave it out",
-            "tools",
-            "unsupported_parameter",
+        problem = (
+            "tools: strict: the parser of this model cannot hold calls to schemas; leave it out"
         )
+        raise RequestError(problem, "tools", "unsupported_parameter")

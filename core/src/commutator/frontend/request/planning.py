@@ -103,13 +103,12 @@ async def _plan_conversation(
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
     forced = _forced_calls(target.parser, conversation, rendered.text)
-    mode = None if conversation.tool_choice is None else conversation.tool_choice.mode
-    if forced is not None:  # there is no text that another constraint could be for
-        asked = evolve(asked, constraint=forced.constraint)
-    elif target.parser is not None and _may_call_strictly(asked, conversation):
+    strict = asked.constraint is None and any(one.strict for one in offered_tools(conversation))
+    mode, choice = None, conversation.tool_choice
+    if forced is not None and choice is not None:  # there is no text for another constraint
+        asked, mode = evolve(asked, constraint=forced.constraint), choice.mode
+    elif strict and target.parser is not None:
         asked, mode = evolve(asked, constraint=target.parser.strict(conversation)), "auto"
-    else:
-        mode = None
     _check_constraint(asked, "constraint" if mode is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
@@ -161,11 +160,6 @@ def _forced_calls(
     if parser is None or choice is None or choice.mode not in {"required", "named"}:
         return None
     return parser.forced(conversation, rendered[-_PROMPT_END:])
-
-
-def _may_call_strictly(asked: Generate, conversation: Conversation) -> bool:
-    """Whether calls are to follow schemas, and no constraint of the whole answer excludes them."""
-    return asked.constraint is None and any(one.strict for one in offered_tools(conversation))
 
 
 def _check_constraint(asked: Generate, param: str) -> None:

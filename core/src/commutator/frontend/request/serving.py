@@ -116,9 +116,9 @@ def _of_constraint(refused: RequestError, asked: Generate, plan: Plan) -> Reques
     if refused.param not in {None, field}:
         return None
     if plan.forced is not None:
-        param = "tools" if plan.forced == "auto" else "tool_choice"
-        text = f"strict: {text}" if plan.forced == "auto" else text
-        return RequestError(f"{param}: {text}", param, refused.code or NOT_SERVED)
+        where = "tools: strict" if plan.forced == "auto" else "tool_choice"
+        param = where.partition(":")[0]
+        return RequestError(f"{where}: {text}", param, refused.code or NOT_SERVED)
     if refused.param is None and text == str(refused):
         return None
     name = asked.params.get("constraint", field)
