@@ -10,8 +10,7 @@ from torch import Tensor
 
 from commutator import Memory, Span
 from commutator.errors import ConfigError
-from commutator_engine_kit.kv import BlockArena, KvGroup, bytes_at
-from commutator_engine_kit.kv.groups import whole
+from commutator_engine_kit.kv import BlockArena, KvGroup, bytes_at, whole
 from commutator_reference.llama import LlamaConfig
 
 __all__ = ["KVArena", "zeros"]

@@ -26,8 +26,7 @@ from commutator import (
 from commutator.contract.block import KvEvent
 from commutator.contract.request import Constraint
 from commutator.errors import EngineOverloadedError, RequestError
-from commutator_engine_kit.kv import KvConnector, LocatedPrompt
-from commutator_engine_kit.kv.groups import announced_group
+from commutator_engine_kit.kv import KvConnector, LocatedPrompt, announced_group
 from commutator_engine_kit.kv.transfer import parse_transfer_params
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool

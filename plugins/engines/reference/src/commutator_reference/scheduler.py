@@ -20,8 +20,14 @@ from commutator.contract.block import (
     next_key,
     retention_hints,
 )
-from commutator_engine_kit.kv import KvGroup, KvKind, group_identities, usable_boundary
-from commutator_engine_kit.kv.groups import announced_group, whole
+from commutator_engine_kit.kv import (
+    KvGroup,
+    KvKind,
+    announced_group,
+    group_identities,
+    usable_boundary,
+    whole,
+)
 from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.constraints import Matcher
 

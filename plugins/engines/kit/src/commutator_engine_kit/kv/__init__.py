@@ -36,8 +36,10 @@ if TYPE_CHECKING:
         KvGroup,
         KvKind,
         alignment,
+        announced_group,
         group_identities,
         usable_boundary,
+        whole,
     )
     from commutator_engine_kit.kv.loads import Loads
     from commutator_engine_kit.kv.lookups import Lookups
@@ -72,12 +74,14 @@ __all__ = [
     "Stores",
     "TierSpec",
     "alignment",
+    "announced_group",
     "bytes_at",
     "checksum",
     "event_hash",
     "eviction_factory",
     "group_identities",
     "usable_boundary",
+    "whole",
 ]
 
 __getattr__ = face(__name__, __file__)
