@@ -30,9 +30,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     memory = "--kv-cache-memory-bytes=268435456"
     arguments = ("--dtype=float32", "--enforce-eager", "--runner=pooling", memory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_server, "MODEL", model)
         patch.setattr(vllm_server, "CONFIG", evolve(vllm_server.CONFIG, args=arguments))
-        with running_vllm(folder) as url:
+        with running_vllm(folder, model=model) as url:
             config = {
                 "models": [{"name": "minilm", "source": SOURCE}],
                 "engines": [{"kind": "vllm", "url": url}],
