@@ -30,6 +30,7 @@ from commutator.engine.client import TokenApiClient
 from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_engine_kit.kv.transfer.puller import PullTimes
 from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
+from commutator_reference.arena import KVArena
 from commutator_reference.engine import ReferenceEngine
 from commutator_reference.handover import Handover
 
@@ -74,9 +75,11 @@ class TinyWorker(TokenEngine):
                 max_tokens_per_step=options.max_tokens_per_step,
             ),
         )
+        arena = self.engine.arena
+        assert isinstance(arena, KVArena)
         self.handed = Handover(
             IDENTITY,
-            self.engine.arena,
+            arena,
             self.engine.pool,
             agent_name=f"tiny-{uuid.uuid4().hex}",
             wake=self.engine.wake,

@@ -13,7 +13,7 @@ from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
 from commutator.contract.engine import ModelConfig
 from commutator.contract.parser import Parser, ParserConfig, ParserModel
-from commutator.frontend.process import _text_models
+from commutator.frontend.process import text_models
 from commutator.tokenizer.control_tokens import ControlTokens
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
@@ -162,7 +162,7 @@ async def test_who_trusts_all_clients_may_let_them_write_tokens(tmp_path: Path) 
         ),
         ModelConfig(name="text", source=source, chat_template=str(file)),
     ]
-    models = _text_models(tuple(configs))
+    models = text_models(tuple(configs))
     found = {}
     async with front_door(FakeDispatcher(), models) as door:
         for name, text in models.items():

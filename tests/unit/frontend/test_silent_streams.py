@@ -46,7 +46,8 @@ async def test_who_was_silent_for_as_long_is_found_once_each_time() -> None:
 async def _lines(door: Any, body: dict[str, Any]) -> list[str]:
     async with door.session.post(door.url + "/v1/chat/completions", json=body) as response:
         assert response.status == 200
-        return (await response.text()).split("\n\n")
+        text: str = await response.text()
+        return text.split("\n\n")
 
 
 async def test_a_stream_that_waits_is_pinged_before_and_between_its_pieces() -> None:

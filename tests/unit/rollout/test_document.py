@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ def then(known: Desired | None, **more: Any) -> Desired:
 async def test_two_writers_at_once_both_write_one_after_the_other() -> None:
     registry = MemoryRegistry()
     await change(registry, lambda _: begun())
-    await asyncio.gather(
-        *(change(registry, lambda known, who=who: then(known, who=who)) for who in ("x", "y", "z"))
-    )
+    await asyncio.gather(*(change(registry, partial(then, who=who)) for who in ("x", "y", "z")))
     found = await read(registry)
     assert found is not None
     assert [one.number for one in found.generations] == [1, 2, 3, 4]

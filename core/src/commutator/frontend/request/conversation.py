@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from commutator.contract.conversation import (
     Conversation,
@@ -152,7 +152,7 @@ def _mapping(
                 found.setdefault("name", names[part.call_id])
         elif isinstance(part, ToolCall):
             names[part.id] = part.name
-            call_id, arguments = part.id, part.arguments
+            call_id, arguments = part.id, cast("object", part.arguments)
             if template is not None:
                 call_id = template.history.id_of(call_id)
                 arguments = template.history.arguments(arguments)
