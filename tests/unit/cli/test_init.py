@@ -89,7 +89,7 @@ def test_a_file_that_exists_stays(file: Path) -> None:
     ("options", "problem"),
     [
         (["--model", "/nowhere/model.gguf"], 'no model at "/nowhere/model.gguf"'),
-        (["--engine", "steam"], 'no installed plugin offers the engine "steam"; installed: ref'),
+        (["--engine", "steam"], 'no installed plugin offers the engine "steam"; installed: enc'),
         (["--workers", "0"], "0 is not in the range"),
     ],
 )

@@ -268,7 +268,7 @@ async def test_openapi_describes_what_is_answered() -> None:
             *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{id}"),
             *("/v1/chat/completions/batch", "/invocations", "/tokenizer_info", "/version", "/load"),
             *("/tokenize", "/detokenize", "/health", "/live", "/ready", "/metrics"),
-            "/openapi.json",
+            *("/openapi.json", "/v1/embeddings"),
         }
         for path, schema in [
             ("/v1/models", "ModelList"),

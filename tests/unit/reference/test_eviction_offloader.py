@@ -16,6 +16,7 @@ from commutator.contract.block import BlockDescriptor, CacheIdentity
 from commutator.contract.tier import Memory
 from commutator_engine_kit.kv.arena import BlockArena
 from commutator_engine_kit.kv.connector import KvConnector, Polled
+from commutator_engine_kit.kv.groups import KvGroup, whole
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.tiering import EvictionOffloader, Tiering
 
@@ -38,6 +39,7 @@ class SlowTier:
     takes_evicted: bool = True
     takes_computed: bool = False
     counts_uses: bool = False
+    groups: Many[KvGroup] = whole(4, BLOCK_BYTES)
     _under_way: list[tuple[int, bytes, int]] = field(factory=list)
     _now: int = 0
 

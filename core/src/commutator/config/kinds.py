@@ -38,6 +38,7 @@ _PACKAGES = {
     "console": ("operations console",),
     "disagg": tuple(f"disaggregation {one}" for one in ("always", "never", "conditional", "cost")),
     "dram": ("tier dram",),
+    "encoder": ("engine encoder",),
     "etcd": ("registry etcd",),
     "eviction": tuple(
         f"eviction {one}" for one in ("arc", "leaf_first", "lru", "s3fifo", "tinylfu")
@@ -56,6 +57,7 @@ _PACKAGES = {
         *("router pipeline", "stage best", "stage draw", "stage load", "stage max_requests"),
         *("stage prefill_queue", "stage prefix"),
     ),
+    "pooling": ("protocol pooling",),
     "ray": ("launcher ray",),
     "records": ("observer audit", "observer recording"),
     "reference": ("engine reference",),

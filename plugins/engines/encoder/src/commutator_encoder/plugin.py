@@ -16,7 +16,6 @@ from commutator import (
 )
 from commutator.engine import TokenApiClient
 from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model
 from commutator_encoder.config import EncoderConfig
 from commutator_encoder.facts import read_facts
 from commutator_engine_kit import engine_command
@@ -34,6 +33,8 @@ class EncoderConnector(EngineConnector[EncoderConfig]):
     ) -> Iterable[str]:
         if config.role != "both":
             yield f"role: {config.role} is for engines that generate; leave it out"
+        from commutator.tokenizer import locate_model
+
         try:
             path = locate_model(model.source)
         except ConfigError:
