@@ -31,8 +31,9 @@ def test_simulated_workers_answer_with_plausible_text(root: Path) -> None:
         assert "Rivers run to the sea" in text
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 40
-        with pytest.raises(openai.BadRequestError, match="sim engine"):
-            client.completions.create(model="smollm2-135m", prompt="a", logprobs=1)
+        told = client.completions.create(model="smollm2-135m", prompt="a", max_tokens=3, logprobs=1)
+        assert told.choices[0].logprobs is not None
+        assert len(told.choices[0].logprobs.token_logprobs or ()) == 3
 
 
 APART = """

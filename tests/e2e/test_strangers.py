@@ -126,7 +126,7 @@ async def test_every_attack_of_another_user_is_refused_logged_and_counted(
     assert len(target["exporters"]) == 4
     assert len(events) == 2
     attacked = await asyncio.to_thread(run_stranger, target)
-    assert len(attacked) == 12 + 3 * 4 + len(replays)
+    assert len(attacked) == 11 + 3 * 4 + len(replays)
     assert [name for name, result in attacked.items() if "SUCCEEDED" in result] == []
 
     for source in events:
@@ -135,7 +135,7 @@ async def test_every_attack_of_another_user_is_refused_logged_and_counted(
         assert folder.stat().st_mode & 0o777 == 0o700
     wanted = {
         ("supervisor", "registry"): 5,
-        ("prefill-0", "token API"): 7,
+        ("prefill-0", "token API"): 6,
         ("prefill-0", "KV exporter"): 6,
         ("decode-0", "KV exporter"): 6,
     }

@@ -58,7 +58,8 @@ class Grammars:
         self._ends = sorted(eos_token_ids)
         self._vocabulary = cache(lambda: vocabulary_of(tokenizer()))
         self._vocab_size = vocab_size
-        self._trial = GrammarTrial(lambda: self._vocabulary().tokenizer, vocab_size, self._ends[0])
+        end = self._ends[0] if self._ends else 0  # without one nothing is compiled
+        self._trial = GrammarTrial(lambda: self._vocabulary().tokenizer, vocab_size, end)
         self._lock = threading.Lock()
         # It guards the following.
         self._tokens: LLTokenizer | None = None
@@ -71,6 +72,12 @@ class Grammars:
         Raises RequestError where a part of ``constraint`` cannot be enforced, naming it, or where
         ``answer`` breaks it. May take some seconds.
         """
+        if not self._ends:
+            raise RequestError(
+                "response_format: this model has no token that ends an answer, so none can be made "
+                "to follow anything",
+                "response_format",
+            )
         try:
             grammar = _grammar(constraint, self._vocabulary, self._ends)
         except Exception as error:  # GBNF's reader raises whatever it likes
