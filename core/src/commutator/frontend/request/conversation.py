@@ -155,7 +155,7 @@ def _mapping(
             call_id, arguments = part.id, cast("object", part.arguments)
             if template is not None:
                 call_id = template.history.id_of(call_id)
-                arguments = template.history.arguments(arguments)
+                arguments = template.history.arguments(part.arguments)
             function = {"name": part.name, "arguments": arguments}
             calls.append({"id": call_id, "type": "function", "function": function})
     if calls:
