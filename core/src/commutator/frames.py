@@ -247,7 +247,7 @@ class Questions:
             self._open.pop(number, None)
 
     def answer(self, number: int, value: Any) -> None:
-        """The answer has come, for whoever still waits; an exception is raised there."""
+        """Hand the answer to its waiter, if there still is one; an exception is raised there."""
         question = self._open.get(number)
         if question is None or question.done():
             return

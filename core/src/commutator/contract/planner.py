@@ -363,7 +363,7 @@ class Observation:
 
 @frozen(kw_only=True)
 class PlannerContext:
-    """What a planner is told of its fleet."""
+    """What a planner knows about its fleet."""
 
     performance: Mapping[Role, EnginePerformance | None]
     """How fast a worker of each role is, as its engine tells; None where it does not. The roles are

@@ -116,7 +116,7 @@ class RegistryClient(Registry):
     ) -> AsyncGenerator[AnswerT, None]:
         """What ``read`` makes of the frames for a question, on one connection after another.
 
-        Whoever reads keeps the last state until the next connection tells a newer one.
+        Readers keep the last state until the next connection brings a newer one.
         """
         backoff = RECONNECT
         while True:

@@ -54,7 +54,7 @@ _KEYWORDS = {
 _RARE = [chr(0xA0 + one) for one in (1, 2, 3, 6, 7, 9, 11, 12, 14, 16, 17, 22, 23, 27, 31, 87)]
 """Signs of one byte, which JSON, cases, trimming and normal forms leave alone."""
 _SECRET = 13
-"""So many of them nobody guesses."""
+"""Characters in a seal: too many to guess."""
 _MARK = 3
 _PROBES = 300
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from commutator.contract.conversation import (
     Conversation,
@@ -42,7 +42,7 @@ _WHETHER = ("enable_thinking", "thinking")
 
 
 def offered_tools(conversation: Conversation) -> Sequence[Tool]:
-    """The tools that the model is told of: none where it may call none."""
+    """The tools that the prompt names: none where the model may call none."""
     choice = conversation.tool_choice
     return () if choice is not None and choice.mode == "none" else conversation.tools
 
@@ -152,7 +152,8 @@ def _mapping(
                 found.setdefault("name", names[part.call_id])
         elif isinstance(part, ToolCall):
             names[part.id] = part.name
-            call_id, arguments = part.id, cast("object", part.arguments)
+            call_id = part.id
+            arguments: object = part.arguments
             if template is not None:
                 call_id = template.history.id_of(call_id)
                 arguments = template.history.arguments(part.arguments)

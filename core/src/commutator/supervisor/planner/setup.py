@@ -77,7 +77,7 @@ def make_tuning(planner: PlannerConfig, host: PluginHost, context: TuningContext
 
 
 def planner_context(config: Config, host: PluginHost) -> PlannerContext:
-    """What a planner is told of the workers of a configuration."""
+    """What a planner knows about the workers of a configuration."""
     performance: dict[Role, EnginePerformance | None] = {}
     for engine in config.engines:
         speed = host.engines.kinds[engine.kind].thing.performance(engine)

@@ -226,7 +226,7 @@ class _StaticKeys(Authenticator):
 
 
 def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> list[web.RouteDef]:
-    """One route for each method and path, whoever shares it. Raises ConfigError."""
+    """One route for each method and path, which protocols may share. Raises ConfigError."""
     claims = sorted(
         (
             ((route.method, route.path), number, route, protocol)

@@ -75,5 +75,5 @@ class Silences:
 
 
 async def _ping(stream: _Stream) -> None:
-    with suppress(ConnectionError):  # whoever writes the answer hears of it, too
+    with suppress(ConnectionError):  # the answer's own task gets it as well
         await stream.ping()

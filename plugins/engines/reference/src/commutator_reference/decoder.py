@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu, softplus
 
 from commutator_engine_kit.kv import KvGroup, KvKind
 from commutator_reference.delta_net import delta_rule, delta_step
 from commutator_reference.experts import Mlp
-from commutator_reference.model import Abandoned, rope_tables, rotate_
+from commutator_reference.model import Abandoned, rope_tables, rotate_, sampled_logits
 from commutator_reference.pages import LayerKv, PageArena, PagePlan, plan_pages
-from commutator_reference.scheduler import Chunk, first_needed
+from commutator_reference.scheduler import Chunk
 from commutator_reference.weights import Linear
 
 __all__ = [
@@ -33,9 +33,6 @@ __all__ = [
     "LatentAttention",
     "Rope",
 ]
-
-_SCORED_ROWS = 64
-"""As in ``model``."""
 
 
 @frozen(kw_only=True)
@@ -105,6 +102,14 @@ class DecoderBatch:
     sample_rows: Tensor
     sample_keys: tuple[int, ...]
     scored: tuple[tuple[Chunk, slice], ...]
+    _rotations: dict[Rope, tuple[Tensor, Tensor]] = field(factory=dict, init=False)
+
+    def rotation(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of the tokens' positions; made once for all layers alike."""
+        if (found := self._rotations.get(rope)) is None:
+            tables = rope_tables(rope.frequencies, self.positions, dtype)
+            found = self._rotations[rope] = (tables[0] * rope.scale, tables[1] * rope.scale)
+        return found
 
 
 def _batch(chunks: Sequence[Chunk], plan: PagePlan, device: torch.device) -> DecoderBatch:
@@ -158,7 +163,7 @@ def _pieces(
     device: torch.device,
 ) -> list[_Piece]:
     size = group.block_size
-    spans = [(first_needed(group, c.start), -(-c.end // size)) for c in chunks]
+    spans = [(group.first_needed(c.start), -(-c.end // size)) for c in chunks]
     singles = sum(len(chunk.token_ids) == 1 for chunk in chunks)
     pieces, at = [], 0
     padded = [1 << (stop - first - 1).bit_length() for first, stop in spans[:singles]]
@@ -235,8 +240,8 @@ class Mixer(ABC):
     def _rotated(self, heads: Tensor, rope: Rope | None, batch: DecoderBatch) -> None:
         """Rotate the first part of each head in place, as far as there are frequencies."""
         if rope is not None:
-            cosines, sines = rope_tables(rope.frequencies, batch.positions, heads.dtype)
-            rotate_(heads[..., : cosines.shape[-1]], cosines * rope.scale, sines * rope.scale)
+            cosines, sines = batch.rotation(rope, heads.dtype)
+            rotate_(heads[..., : cosines.shape[-1]], cosines, sines)
 
 
 def _attend(
@@ -577,12 +582,7 @@ class DecoderModel:
             added = layer.mixer(self._normed(x, layer.norm), batch, arena, group)
             x = x + self._normed(added, layer.norm_after)
             x = x + self._normed(layer.mlp(self._normed(x, layer.mlp_norm)), layer.mlp_norm_after)
-        for chunk, rows in batch.scored:
-            assert score is not None
-            for first in range(rows.start, rows.stop, _SCORED_ROWS):
-                some = x[first : min(first + _SCORED_ROWS, rows.stop)]
-                score(chunk, first - rows.start, self._logits(some))
-        return self._logits(x.index_select(0, batch.sample_rows))
+        return sampled_logits(x, batch.sample_rows, batch.scored, self._logits, score)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:

@@ -181,6 +181,7 @@ class _Loader:
         self._source = source
         self._device = device
         self._dtype = dtype
+        self._ropes: dict[tuple[str, int], Rope] = {}
         self._prefix = "model."
         try:
             source("model.embed_tokens.weight")
@@ -461,10 +462,14 @@ class _Loader:
         return float(self._rope_options(0).get("partial_rotary_factor", part))
 
     def _rope(self, number: int, size: int) -> Rope:
-        frequencies, scale = _frequencies(
-            self._rope_options(number), size, self._config.context_length
-        )
-        return Rope(frequencies.to(self._device), scale)
+        """One for all layers of a type, so that a batch's positions are turned to angles once."""
+        kind = _layer_type(self._raw, number), size
+        if kind not in self._ropes:
+            frequencies, scale = _frequencies(
+                self._rope_options(number), size, self._config.context_length
+            )
+            self._ropes[kind] = Rope(frequencies.to(self._device), scale)
+        return self._ropes[kind]
 
     def _norm(self, name: str) -> Tensor:
         """A norm's weights; Gemma and Qwen3-Next say by how much they differ from one."""

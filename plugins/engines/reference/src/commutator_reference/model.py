@@ -39,6 +39,7 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "rotate_",
+    "sampled_logits",
 ]
 
 
@@ -221,6 +222,22 @@ def rotate_(heads: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
     heads.mul_(cosines).addcmul_(partners, signed_sines)
 
 
+def sampled_logits(
+    x: Tensor,
+    sample_rows: Tensor,
+    scored: Sequence[tuple[Chunk, slice]],
+    logits: Callable[[Tensor], Tensor],
+    score: Callable[[Chunk, int, Tensor], None] | None,
+) -> Tensor:
+    """The end of a forward pass: scores the prompts that are to be, and returns sampled logits."""
+    for chunk, rows in scored:
+        assert score is not None
+        for first in range(rows.start, rows.stop, _SCORED_ROWS):
+            some = x[first : min(first + _SCORED_ROWS, rows.stop)]
+            score(chunk, first - rows.start, logits(some))
+    return logits(x.index_select(0, sample_rows))
+
+
 class Abandoned(Exception):  # noqa: N818 - nothing went wrong
     """The result of this forward pass is no longer needed."""
 
@@ -268,12 +285,7 @@ class LlamaModel:
             if not wanted():
                 raise Abandoned
             layer(x, batch, arena, tables)
-        for chunk, rows in batch.scored:
-            assert score is not None
-            for first in range(rows.start, rows.stop, _SCORED_ROWS):
-                some = x[first : min(first + _SCORED_ROWS, rows.stop)]
-                score(chunk, first - rows.start, self._logits(some))
-        return self._logits(x.index_select(0, batch.sample_rows))
+        return sampled_logits(x, batch.sample_rows, batch.scored, self._logits, score)
 
     def _logits(self, rows: Tensor) -> Tensor:
         norm = self._weights.norm

@@ -13,6 +13,7 @@ from itertools import permutations
 from typing import Any
 
 from commutator_reference.alternatives import are_apart, differ, resolved
+from commutator_reference.structural_tags import escaped
 
 __all__ = ["rewritten"]
 
@@ -388,16 +389,11 @@ def _none_of(texts: Collection[str]) -> str:
     if not firsts:
         return "[\\s\\S]+"
     some = [
-        _escaped(first) + _none_of({one[1:] for one in texts if one[:1] == first})
+        escaped(first) + _none_of({one[1:] for one in texts if one[:1] == first})
         for first in firsts
     ]
-    some.append(f"[^{''.join(map(_escaped, firsts))}][\\s\\S]*")
+    some.append(f"[^{''.join(map(escaped, firsts))}][\\s\\S]*")
     return f"({'|'.join(some)})" + ("" if "" in texts else "?")
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,6 @@ __all__ = [
     "Sequence",
     "Step",
     "find_hits",
-    "first_needed",
     "most_blocks",
 ]
 
@@ -229,19 +228,6 @@ def find_hits(pool: BlockPool, sequence: Sequence) -> Hits:
         needed = [block for block in found[number][first : tokens // size] if block is not None]
         tables.append([NOTHING] * first + needed)
     return Hits(tokens, tables)
-
-
-def first_needed(group: KvGroup, position: int) -> int:
-    """As ``KvGroup.first_needed``, for any position: the block where the token's reads begin."""
-    match group.kind:
-        case KvKind.SLIDING:
-            return max(0, position - group.window + 1) // group.block_size
-        case KvKind.CHUNKED:
-            return position // group.window * group.window // group.block_size
-        case KvKind.RECURRENT:
-            return max(0, position - 1) // group.block_size
-        case _:
-            return 0
 
 
 def most_blocks(groups: Many[KvGroup], block_size: int, tokens: int, step_tokens: int) -> int:
@@ -475,7 +461,7 @@ class Scheduler:
         """
         for group, table in zip(sequence.groups, sequence.tables, strict=True):
             if not group.keeps_prefix:
-                self._release_behind(table, first_needed(group, sequence.computed))
+                self._release_behind(table, group.first_needed(sequence.computed))
         wanted = self._blocks_for(sequence.computed + count)
         missing = [max(0, wanted - len(table)) for table in sequence.tables]
         blocks = self.pool.allocate(sum(missing))

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["lark_of_tags"]
+__all__ = ["escaped", "lark_of_tags"]
 
 _MOST = 512
 """Tags in one grammar."""
@@ -168,11 +168,12 @@ def _tokens(ids: Sequence[int]) -> str:
 def _text_without(excluded: Sequence[str], length: str = "+") -> str:
     if not excluded:
         return f"/(?s:.{length})/"
-    some = "|".join("".join(map(_escaped, one)) for one in excluded)
+    some = "|".join("".join(map(escaped, one)) for one in excluded)
     return f"/(?s:.{length})/ & ~/(?s:.*({some}).*)/"
 
 
-def _escaped(character: str) -> str:
+def escaped(character: str) -> str:
+    """One character for itself in a regular expression of llguidance."""
     if character.isascii() and character.isalnum():
         return character
     code = ord(character)

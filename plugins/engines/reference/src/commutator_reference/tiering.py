@@ -156,7 +156,7 @@ class Tiering:
         size, loaded = self._pool.block_size, set(places)
         found: list[int] = []
         for number, group in enumerate(sequence.groups if places else ()):
-            for index in range(group.first_needed(ticket.boundary), ticket.boundary // size):
+            for index in group.needed(ticket.boundary):
                 if (number, index) not in loaded:
                     block = self._pool.find(sequence.descriptor(index, size, number))
                     if block is None:

@@ -20,7 +20,7 @@ from attrs import define, field
 
 from commutator.contract.block import KvEvent
 from commutator_engine_kit.connector_worker import Chain
-from commutator_engine_kit.kv import KvGroup, KvKind, alignment
+from commutator_engine_kit.kv import KvGroup, KvKind, alignment, announced_group
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,
@@ -133,8 +133,7 @@ class TierScheduler:
         """``lag``: how many steps overlap; see PrefillClock."""
         self._groups = tuple(groups)
         self._step = alignment(groups)
-        keeping = (number for number, group in enumerate(groups) if group.keeps_prefix)
-        self._counted = next(keeping, None)
+        self._counted = announced_group(groups)
         """The group by whose blocks the sources of a hit are counted."""
         self._most_held = max(1, int(num_blocks * _HELD_SHARE))
         self._workers = workers

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from attrs import define
 
 from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
-from commutator_engine_kit.kv import GroupChain, KvConnector, OnboardTicket
+from commutator_engine_kit.kv import GroupChain, KvConnector, OnboardTicket, announced_group
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,
@@ -58,8 +58,7 @@ class TierWorkerSide:
         self._news = news
         self._make_fence = make_fence
         self._chains = RequestChains(connector)
-        keeping = (n for n, group in enumerate(connector.groups) if group.keeps_prefix)
-        self._counted = next(keeping, None)
+        self._counted = announced_group(connector.groups)
         self._lookups: dict[int, Future[OnboardTicket]] = {}
         self._plans: dict[int, OnboardTicket] = {}
         self._loading: dict[int, _Loading] = {}

@@ -15,10 +15,10 @@ import click
 from commutator.cli.front_door import FrontDoor, LostError, front_door_options
 from commutator.cli.options import NumberRange, set_option
 from commutator.errors import CommutatorError
+from commutator_rollout.plugin import PATH
 
 __all__ = ["apply", "diff", "rollout"]
 
-_PATH = "/admin/rollout"
 _APPLY_S = 900.0
 """The deployment may have to download a model before it accepts a file."""
 _POLL_S = 0.3
@@ -83,7 +83,7 @@ def apply(
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
     body = _body(files, sets, forget=forget_changes, why=why) | {"dry_run": dry_run}
-    report = door.administer("POST", f"{_PATH}/apply", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/apply", body, timeout_s=_APPLY_S)
     if as_json and not wait:
         click.echo(json.dumps(report, indent=2))
     elif not as_json:
@@ -126,7 +126,7 @@ def diff(
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
     body = _body(files, sets, forget=forget_changes, why="")
-    report = door.administer("POST", f"{_PATH}/diff", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/diff", body, timeout_s=_APPLY_S)
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
@@ -152,7 +152,7 @@ def status(door: FrontDoor, wait: bool, timeout_s: float, as_json: bool) -> None
 
     Exit status with --wait: 0 it runs completely; 3 it failed; 4 not within --timeout.
     """
-    found = door.administer("GET", _PATH)
+    found = door.administer("GET", PATH)
     if wait:
         _wait(door, found["generation"], timeout_s, as_json=as_json)
     elif as_json:
@@ -166,7 +166,7 @@ def _changing(name: str, text: str) -> Callable[..., None]:
     @_json
     @front_door_options
     def command(door: FrontDoor, as_json: bool) -> None:
-        found = door.administer("POST", f"{_PATH}/{name}", {})
+        found = door.administer("POST", f"{PATH}/{name}", {})
         if as_json:
             click.echo(json.dumps(found, indent=2))
         else:
@@ -195,7 +195,7 @@ def undo(
     It becomes a new generation, and what was set by --set since is undone with the rest.
     """
     body = {"to": to, "why": why}
-    report = door.administer("POST", f"{_PATH}/undo", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/undo", body, timeout_s=_APPLY_S)
     if as_json and not wait:
         click.echo(json.dumps(report, indent=2))
     elif not as_json:
@@ -210,7 +210,7 @@ def undo(
 @front_door_options
 def history(door: FrontDoor, as_json: bool) -> None:
     """List the last generations: who changed what should run, when and why."""
-    found = door.administer("GET", f"{_PATH}/history")
+    found = door.administer("GET", f"{PATH}/history")
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -320,7 +320,7 @@ def _wait(door: FrontDoor, generation: int, timeout_s: float, *, as_json: bool) 
     deadline_s, said = time.monotonic() + timeout_s, ""
     while True:
         try:
-            found = door.administer("GET", _PATH)
+            found = door.administer("GET", PATH)
         except LostError:  # front doors may be replaced
             found = None
         if found is not None:
@@ -346,7 +346,7 @@ def _wait(door: FrontDoor, generation: int, timeout_s: float, *, as_json: bool) 
 def _row_of(door: FrontDoor, found: Mapping[str, Any], generation: int) -> Mapping[str, Any]:
     if found["generation"] == generation:
         return found
-    rows: list[Mapping[str, Any]] = door.administer("GET", f"{_PATH}/history")
+    rows: list[Mapping[str, Any]] = door.administer("GET", f"{PATH}/history")
     row = next((one for one in rows if one["generation"] == generation), None)
     if row is None:
         raise CommutatorError(f"generation {generation} is not kept any more")

@@ -35,18 +35,17 @@ from commutator.frontend import FrontendServices
 from commutator.frontend.process import parsers_of, text_models
 from commutator.registry.client import connect
 from commutator.registry.hub import connections
+from commutator_rollout.plugin import PATH, SERVICE
 
 __all__ = ["RolloutAtDoor", "use"]
 
 log = logging.getLogger(__name__)
 
-_SERVICE = "rollout"
 _ANSWER_S = 900.0
 """For an answer of the supervisor, which may have to download a model first."""
 _MEETS_S = 30.0
 """For a connection to workers that the registry has as ready."""
 _LOOK_S = 0.05
-_PATH = "/admin/rollout"
 
 
 async def use(services: FrontendServices, file: Path) -> None:
@@ -144,7 +143,7 @@ class _Link:
             async with aclosing(found):
                 async for connection, lost in found:
                     self._connection = connection
-                    connection.send([_SERVICE, "door", self._name])
+                    connection.send([SERVICE, "door", self._name])
                     await lost.wait()
                     self._connection = None
                     self._questions.fail(CommutatorError("the supervisor went away; try again"))
@@ -172,7 +171,7 @@ class _Link:
                 log.exception("a configuration cannot be used; all stays as it is")
                 problem = f"{type(error).__name__}: {error}"
             if self._connection is not None:
-                self._connection.send([_SERVICE, "used", number, problem])
+                self._connection.send([SERVICE, "used", number, problem])
 
     async def _meet(self, workers: Iterable[Any]) -> None:
         """Wait until this front door can route to these workers, but not for ever."""
@@ -205,7 +204,7 @@ class _Link:
             raise CommutatorError("the supervisor cannot be reached; try again soon")
         try:
             return await self._questions.ask(
-                lambda number: connection.send([_SERVICE, "ask", number, question, argument]),
+                lambda number: connection.send([SERVICE, "ask", number, question, argument]),
                 _ANSWER_S,
             )
         except TimeoutError as error:
@@ -232,13 +231,13 @@ class RolloutAtDoor(Operations):
         def act(name: str) -> OperationsRoute:
             return OperationsRoute(
                 method="POST",
-                path=f"{_PATH}/{name}",
+                path=f"{PATH}/{name}",
                 needs="act",
                 handle=partial(self._act, name),
             )
 
         yield from map(act, ("apply", "diff", "pause", "resume", "undo"))
-        for path, question in ((_PATH, "status"), (f"{_PATH}/history", "history")):
+        for path, question in ((PATH, "status"), (f"{PATH}/history", "history")):
             yield OperationsRoute(
                 method="GET", path=path, needs="watch", handle=partial(self._look, question)
             )

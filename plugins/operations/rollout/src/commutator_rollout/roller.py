@@ -52,7 +52,7 @@ from commutator_rollout.document import (
     named_change,
     read,
 )
-from commutator_rollout.plugin import RolloutConfig
+from commutator_rollout.plugin import SERVICE, RolloutConfig
 from commutator_rollout.steps import (
     Cancel,
     Drain,
@@ -65,11 +65,10 @@ from commutator_rollout.steps import (
     steps,
 )
 
-__all__ = ["SERVICE", "begin"]
+__all__ = ["begin"]
 
 log = logging.getLogger(__name__)
 
-SERVICE = "rollout"
 _LOOK_S = 0.2
 _DOORS_S = 60.0
 """For front doors that run to read a new configuration."""

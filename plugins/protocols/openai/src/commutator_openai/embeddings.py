@@ -21,9 +21,6 @@ from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
 __all__ = ["EmbeddingRequest", "Embeddings", "Truncation", "cut_of"]
 
-_INLINE_NUMBERS = 16_384
-"""Encoding this many takes a millisecond or two."""
-
 
 @frozen(kw_only=True)
 class Truncation:
@@ -138,9 +135,7 @@ class Embeddings:
             def encoded() -> list[bytes]:
                 return [_encoded(found, as_base64=body.encoding_format == "base64")]
 
-            size = sum(map(len, found.rows)) // 4
-            inline = size <= _INLINE_NUMBERS
-            parts = encoded() if inline else await call.services.work.run(encoded)
+            parts = await call.off_loop(found.size_bytes, encoded)
         await call.reply(parts)
 
 

@@ -404,11 +404,10 @@ def _quick_class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, A
 
     ``cls`` has neither slots nor validators.
     """
-    kinds = get_type_hints(cls, include_extras=True)
-    names = [one.name for one in attrs.fields(cls)]
-    hooks = {name: (converter.get_structure_hook(kinds[name]), kinds[name]) for name in names}
-    fields = attrs.fields_dict(cls).values()
-    defaults = {one.name: one.default for one in fields if one.default is not attrs.NOTHING}
+    kinds, fields = get_type_hints(cls, include_extras=True), attrs.fields_dict(cls)
+    hooks = {name: (converter.get_structure_hook(kinds[name]), kinds[name]) for name in fields}
+    given = {name: one.default for name, one in fields.items()}
+    defaults = {name: value for name, value in given.items() if value is not attrs.NOTHING}
     required = frozenset(hooks.keys() - defaults.keys())
     new = cls.__new__
 

@@ -99,6 +99,11 @@ class Pooled:
         """Tokens of all inputs."""
         return sum(self.tokens)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all rows."""
+        return sum(map(len, self.rows))
+
 
 @frozen(kw_only=True)
 class _Tokenized:

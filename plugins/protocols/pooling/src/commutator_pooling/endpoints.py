@@ -38,10 +38,12 @@ from commutator_pooling.requests import (
 __all__ = ["Endpoints", "cosine", "pairs_of", "ranked"]
 
 T = TypeVar("T")
+Said = tuple[int, Callable[[], dict[str, Any]]]
+"""About how many bytes of texts and numbers an answer has, and what makes it."""
 
 _COHERE_TOKENS_PER_DOCUMENT = 4_096
-_INLINE_NUMBERS = 16_384
-_FLOAT_BYTES = 4
+_SCORE_BYTES = 64
+"""Of one score in an answer."""
 _META = {"api_version": {"version": "2"}}
 
 
@@ -80,7 +82,7 @@ class Endpoints:
         self,
         call: Call,
         cls: type[T],
-        answer: Callable[[Call, T, str, TimeLimit], Awaitable[dict[str, Any]]],
+        answer: Callable[[Call, T, str, TimeLimit], Awaitable[Said]],
         operations: Sequence[str],
     ) -> None:
         """``answer`` gets the first of ``operations`` that a worker of the model offers."""
@@ -97,14 +99,9 @@ class Endpoints:
                 unused = (*hints_given(body), *ignored)
                 if unused:
                     call.answer_headers[IGNORED_HEADER] = ignored_header(unused)
-                said = await answer(call, body, operation, limit)
-                work = call.services.work
-                parts = (
-                    [msgspec.json.encode(said)]
-                    if call.prompt_tokens <= _INLINE_NUMBERS
-                    else await work.run(lambda: [msgspec.json.encode(said)])
-                )
-            await call.reply(parts)
+                size, make = await answer(call, body, operation, limit)
+                encoded = await call.off_loop(size, lambda: msgspec.json.encode(make()))
+            await call.reply([encoded])
 
         name = call.endpoint.rpartition("/")[2]
         await traced(name, call.headers, {"http.route": call.path}, serve())
@@ -136,7 +133,7 @@ class Endpoints:
 
     async def _rerank(
         self, call: Call, body: RerankRequest | RerankV2Request, operation: str, limit: TimeLimit
-    ) -> dict[str, Any]:
+    ) -> Said:
         texts = [one.text if isinstance(one, Document) else one for one in body.documents]
         is_v2 = isinstance(body, RerankV2Request)
         wants_texts = isinstance(body, RerankRequest) and body.return_documents is not False
@@ -147,29 +144,32 @@ class Endpoints:
         scores, found = await self._scores(
             call, body, operation, [(body.query, text) for text in texts], cut, limit
         )
-        best = ranked(scores, body.top_n)
-        results = [
-            {
-                "index": index,
-                "relevance_score": scores[index],
-                **({"document": {"text": texts[index]}} if wants_texts else {}),
+
+        def make() -> dict[str, Any]:
+            results = [
+                {
+                    "index": index,
+                    "relevance_score": scores[index],
+                    **({"document": {"text": texts[index]}} if wants_texts else {}),
+                }
+                for index in ranked(scores, body.top_n)
+            ]
+            units = {"search_units": -(-len(texts) // 100)}
+            if is_v2:
+                meta = {**_META, "billed_units": units, "tokens": {"input_tokens": found}}
+                return {"id": call.request_id, "results": results, "meta": meta}
+            return {
+                "id": f"rerank-{call.request_id}",
+                "model": call.model,
+                "results": results,
+                "usage": _usage(found),
             }
-            for index in best
-        ]
-        units = {"search_units": -(-len(texts) // 100)}
-        if is_v2:
-            meta = {**_META, "billed_units": units, "tokens": {"input_tokens": found}}
-            return {"id": call.request_id, "results": results, "meta": meta}
-        return {
-            "id": f"rerank-{call.request_id}",
-            "model": call.model,
-            "results": results,
-            "usage": _usage(found),
-        }
+
+        return _SCORE_BYTES * len(scores) + (sum(map(len, texts)) if wants_texts else 0), make
 
     async def _score(
         self, call: Call, body: ScoreRequest, operation: str, limit: TimeLimit
-    ) -> dict[str, Any]:
+    ) -> Said:
         one = _texts(body, "text_1", "queries")
         other = _texts(body, "text_2", "documents")
         pairs = pairs_of(one, other)
@@ -184,11 +184,10 @@ class Endpoints:
         return _list(
             call,
             "score",
-            [
-                {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(scores)
-            ],
+            len(scores),
+            lambda index: {"index": index, "object": "score", "score": scores[index]},
             tokens,
+            _SCORE_BYTES * len(scores),
         )
 
     async def _scores(
@@ -228,38 +227,40 @@ class Endpoints:
             vectors = [floats(row) for row in found.rows]
             return [cosine(vectors[places[a]], vectors[places[b]]) for a, b in pairs]
 
-        inline = sum(map(len, found.rows)) <= _INLINE_NUMBERS * _FLOAT_BYTES
-        scores = compared() if inline else await call.services.work.run(compared)
-        return scores, found.prompt_tokens
+        return await call.off_loop(found.size_bytes, compared), found.prompt_tokens
 
     async def _classify(
         self, call: Call, body: ClassifyRequest, operation: str, limit: TimeLimit
-    ) -> dict[str, Any]:
+    ) -> Said:
         found = await self._pooled(call, body, operation, limit)
         infos = call.services.dispatcher.infos(found.model)
         labels = next((info.labels for info in infos if info.labels), ())
         return _list(
             call,
             "classify",
-            [_class(index, floats(row), labels) for index, row in enumerate(found.rows)],
+            len(found.rows),
+            lambda index: _class(index, floats(found.rows[index]), labels),
             found.prompt_tokens,
+            found.size_bytes,
         )
 
     async def _pooling(
         self, call: Call, body: PoolingRequest, operation: str, limit: TimeLimit
-    ) -> dict[str, Any]:
+    ) -> Said:
         operation = body.task or operation
         found = await self._pooled(call, body, operation, limit, dimensions=body.dimensions)
         as_base64 = body.encoding_format == "base64"
-        data = [
-            {"index": index, "object": "pooling", "data": _data(found, index, operation, as_base64)}
-            for index in range(len(found.rows))
-        ]
-        return _list(call, "pool", data, found.prompt_tokens)
+
+        def row(index: int) -> dict[str, Any]:
+            data = _data(found, index, operation, as_base64)
+            return {"index": index, "object": "pooling", "data": data}
+
+        count = len(found.rows)
+        return _list(call, "pool", count, row, found.prompt_tokens, found.size_bytes)
 
     async def _embed(
         self, call: Call, body: EmbedRequest, operation: str, limit: TimeLimit
-    ) -> dict[str, Any]:
+    ) -> Said:
         if body.texts is None:
             raise RequestError(
                 "texts: required, a list of texts", "texts", "missing_required_parameter"
@@ -275,18 +276,24 @@ class Endpoints:
             priority=body.priority,
         )
         found = await pool(call, asked, limit)
-        shown: dict[str, list[Any]] = {}
-        for kind in body.embedding_types or ("float",):
-            show: Callable[[bytes], Any] = floats if kind == "float" else _base64
-            shown[kind] = [show(row) for row in found.rows]
-        meta = {**_META, "billed_units": {"input_tokens": found.prompt_tokens}}
-        return {
-            "id": call.request_id,
-            "response_type": "embeddings_by_type",
-            "texts": body.texts,
-            "embeddings": shown,
-            "meta": meta,
-        }
+        kinds = body.embedding_types or ("float",)
+        texts = body.texts
+
+        def make() -> dict[str, Any]:
+            shown: dict[str, list[Any]] = {}
+            for kind in kinds:
+                show: Callable[[bytes], Any] = floats if kind == "float" else _base64
+                shown[kind] = [show(row) for row in found.rows]
+            meta = {**_META, "billed_units": {"input_tokens": found.prompt_tokens}}
+            return {
+                "id": call.request_id,
+                "response_type": "embeddings_by_type",
+                "texts": texts,
+                "embeddings": shown,
+                "meta": meta,
+            }
+
+        return found.size_bytes * len(kinds) + sum(map(len, texts)), make
 
     @staticmethod
     async def _pooled(
@@ -379,12 +386,22 @@ def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _list(call: Call, prefix: str, data: Sequence[Any], tokens: int) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{call.request_id}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": call.model,
-        "data": data,
-        "usage": _usage(tokens),
-    }
+def _list(
+    call: Call,
+    prefix: str,
+    count: int,
+    row: Callable[[int], dict[str, Any]],
+    tokens: int,
+    size_bytes: int,
+) -> Said:
+    def make() -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{call.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": call.model,
+            "data": [row(index) for index in range(count)],
+            "usage": _usage(tokens),
+        }
+
+    return size_bytes, make

@@ -88,22 +88,24 @@ class KvGroup:
         """The group as ``CacheIdentity.group``: equal only for groups with equal bytes."""
         return json.dumps([self.kind, self.window, self.layers, self.layout])
 
-    def first_needed(self, boundary: int) -> int:
-        """The first block that is needed to compute the token at ``boundary``.
-
-        All from there to before block ``boundary / block_size`` are; of recurrent layers that is
-        one block. The boundary is a multiple of the block size, in tokens.
-        """
-        end = boundary // self.block_size
+    def first_needed(self, position: int) -> int:
+        """The first block that is read to compute the token at ``position``, in tokens."""
         match self.kind:
             case KvKind.SLIDING:
-                return min(end, max(0, boundary - self.window + 1) // self.block_size)
+                return max(0, position - self.window + 1) // self.block_size
             case KvKind.CHUNKED:
-                return min(end, boundary // self.window * self.window // self.block_size)
+                return position // self.window * self.window // self.block_size
             case KvKind.RECURRENT:
-                return max(0, end - 1)
+                return max(0, position - 1) // self.block_size
             case _:
                 return 0
+
+    def needed(self, boundary: int) -> range:
+        """The blocks that are needed to compute the token at ``boundary``, where a block ends.
+
+        Of recurrent layers that is one block.
+        """
+        return range(self.first_needed(boundary), boundary // self.block_size)
 
 
 def whole(block_size: int, block_bytes: int = 0) -> tuple[KvGroup]:
@@ -174,6 +176,6 @@ def _runs(blocks: Sequence[bool]) -> list[int]:
 
 
 def _serves(group: KvGroup, runs: Sequence[int], boundary: int) -> bool:
-    end = boundary // group.block_size
-    needed = end - group.first_needed(boundary)
-    return not needed or (end <= len(runs) and runs[end - 1] >= needed)
+    needed = group.needed(boundary)
+    end = needed.stop
+    return not needed or (end <= len(runs) and runs[end - 1] >= len(needed))

@@ -350,8 +350,7 @@ def _search(
         for chain in chains:
             if chain.group.keeps_prefix:
                 continue
-            group, end = chain.group, boundary // chain.group.block_size
-            wanted = range(group.first_needed(boundary), end)
+            wanted = chain.group.needed(boundary)
             keys = [chain.keys[number] for number in wanted if number not in chain.on_device]
             asked = [key for key, held in zip(keys, holders(keys), strict=True) if held is None]
             got = worker.probe(asked) if asked else []

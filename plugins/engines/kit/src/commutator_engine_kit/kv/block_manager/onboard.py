@@ -119,10 +119,7 @@ class OnboardScheduler:
                 counts = self.index.pools[tier].counts
                 count(counts.not_loaded, "slower than recompute", left)
         planned = tuple(zip(keys[first : first + blocks], tiers[:blocks], strict=True))
-        for key, tier in planned:
-            self.index.pools[tier].pin(key)
-        if planned:
-            self.running[load_id] = _Running(planned, now_s)
+        self._begin(load_id, planned, now_s)
         return OnboardPlan(load_id=load_id, blocks=planned, reason=reason)
 
     def begin_groups(
@@ -150,10 +147,7 @@ class OnboardScheduler:
                 count(self.index.pools[tier].counts.not_loaded, reason, left)
         places = found.places(boundary) if boundary > found.on_device else []
         planned = tuple((chains[group].keys[n], tier) for group, n, tier in places)
-        for key, tier in planned:
-            self.index.pools[tier].pin(key)
-        if planned:
-            self.running[load_id] = _Running(planned, now_s)
+        self._begin(load_id, planned, now_s)
         return GroupPlan(
             load_id=load_id,
             boundary=boundary,
@@ -161,6 +155,13 @@ class OnboardScheduler:
             blocks=planned,
             reason=reason,
         )
+
+    def _begin(self, load_id: str, planned: tuple[tuple[BlockKey, int], ...], now_s: float) -> None:
+        """Pin the blocks of a load until ``finish``; nothing runs where there are none."""
+        for key, tier in planned:
+            self.index.pools[tier].pin(key)
+        if planned:
+            self.running[load_id] = _Running(planned, now_s)
 
     def _group_probe(self, found: _Found, chosen: int, now_s: float) -> int:
         """The boundary to load up to, where that measures a slow tier again; else ``chosen``."""
@@ -289,7 +290,7 @@ class _Found:
         return [
             (group, number, tier)
             for group, chain in enumerate(self._chains)
-            for number in _needed(chain.group, boundary)
+            for number in chain.group.needed(boundary)
             if (tier := self._loaded[group][number]) is not None
         ]
 
@@ -297,7 +298,7 @@ class _Found:
         """How many blocks each tier loads for a boundary."""
         found = {}
         for tier, counts in self._counts.items():
-            ranges = [_needed(chain.group, boundary) for chain in self._chains]
+            ranges = [chain.group.needed(boundary) for chain in self._chains]
             blocks = sum(
                 sums[needed.stop] - sums[needed.start]
                 for sums, needed in zip(counts, ranges, strict=True)
@@ -321,10 +322,6 @@ class _Found:
             if total <= least:
                 best, least = boundary, total
         return best
-
-
-def _needed(group: KvGroup, boundary: int) -> range:
-    return range(group.first_needed(boundary), boundary // group.block_size)
 
 
 def _slower(gate: BreakEven, found: int) -> str:
