@@ -240,6 +240,13 @@ def test_cuts_change_nothing(name: str, data: st.DataObject) -> None:
     assert read(parser_of(name, prompt_end=prompt_end), cut(text, places), reason) == whole
 
 
+def test_thoughts_in_pieces_leave_the_answer_at_the_beginning_of_a_line() -> None:
+    text = "some thoughts of a few words</think>["
+    whole = read(parser_of("llama4_pythonic", prompt_end="<think>"), [text], "length")
+    pieces = read(parser_of("llama4_pythonic", prompt_end="<think>"), text, "length")
+    assert pieces == whole == ([("ReasoningContent", "some thoughts of a few words")], "length")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
 def test_what_is_no_call_is_text(name: str, data: st.DataObject) -> None:

@@ -173,8 +173,8 @@ class FamilyParser(EventParser):
         quick = self._quick
         if quick is not None and not tokens and quick.search(text) is None and text:
             self.reader.skip(len(text))
-            self._line_begins = False
             if self._quick_is_content:
+                self._line_begins = False
                 return (Content(text),)
             return (ReasoningContent(text),)
         self._quick = None
