@@ -112,7 +112,7 @@ def members(cls: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             yield shown, target(node), doc or text(after)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
-            if node.name.startswith("_") and node.name != "__call__":
+            if "overload" in decorators or (node.name[0] == "_" and node.name != "__call__"):
                 continue
             shown = signature(node)
             if "property" in decorators:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import cli_page
+import client_page
 import clients_page
 import configuration_page
 import contract_page
@@ -17,6 +18,7 @@ import metrics_page
 
 if __name__ == "__main__":
     cli_page.write()
+    client_page.write()
     clients_page.write()
     configuration_page.write()
     contract_page.write()

