@@ -24,6 +24,7 @@ PUBLIC = (
     ".http",
     ".completions",
     ".connector_worker",
+    ".pytorch",
 )
 """The modules that plugins import from, below ``commutator_engine_kit``; other modules may change."""
 HEAD = """# Engine kit

@@ -115,7 +115,7 @@ def test_each_model_does_what_it_can(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="encoder does not generate"):
         client.completions.create(model="minilm", prompt="Hello", max_tokens=4)
-    with pytest.raises(openai.BadRequestError, match="chat make no embeddings"):
+    with pytest.raises(openai.BadRequestError, match="chat do not embed, they generate"):
         client.embeddings.create(model="chat", input="Hello")
     with pytest.raises(openai.BadRequestError, match="at most 256 are served"):
         client.embeddings.create(model="minilm", input="word " * 400)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,19 +20,19 @@ from commutator import (
     Pooling,
     TokenDelta,
 )
-from commutator.errors import ConfigError, EngineOverloadedError, RequestError
+from commutator.errors import EngineOverloadedError, RequestError
 from commutator.tokenizer import locate_model
 from commutator_encoder.batches import Input, Job, Waiting, batches_of
 from commutator_encoder.config import EncoderConfig
 from commutator_encoder.facts import read_facts
 from commutator_encoder.model import Encoder, load_encoder, pooled, squashed
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
+from commutator_engine_kit.pytorch import prepare_pytorch
 
 __all__ = ["EncoderEngine"]
 
 log = logging.getLogger(__name__)
 
-_WHERE = "encoder engine"
 _CPU_TOKENS = 2_048
 _GPU_TOKENS = 32_768
 _BLOCK_SIZE = 16
@@ -83,13 +82,13 @@ class EncoderEngine(TokenEngine):
     def of(cls, config: EncoderConfig, start: EngineStart) -> EncoderEngine:
         """Load the model. Raises ConfigError when it cannot be as configured."""
         model = start.model
-        fair_threads = max(1, (os.cpu_count() or 1) // config.replicas)
-        torch.set_num_threads(config.threads or fair_threads)
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(["device: cuda is configured, but PyTorch finds no GPU"], _WHERE)
-        has_gpu = config.device != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda" if has_gpu else "cpu")
-        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        device, dtype = prepare_pytorch(
+            config.device,
+            config.dtype,
+            threads=config.threads,
+            replicas=config.replicas,
+            where="encoder engine",
+        )
         path = locate_model(model.source)
         facts = read_facts(path, config.matryoshka_dimensions)
         encoder = load_encoder(path, facts, device=device, dtype=dtype)

@@ -20,6 +20,7 @@ from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
 from commutator_engine_kit.kv import KvAdmin, KvConnector
+from commutator_engine_kit.pytorch import prepare_pytorch
 from commutator_reference.arena import KVArena
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import KINDS, Grammars
@@ -45,9 +46,13 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
     def __init__(self, config: ReferenceConfig, start: EngineStart) -> None:
         """Raises ConfigError when the model or the KV arena cannot be as configured."""
         model = start.model
-        fair_threads = max(1, (os.cpu_count() or 1) // config.replicas)
-        torch.set_num_threads(config.threads or fair_threads)
-        device, dtype = _device(config), _dtype(config)
+        device, dtype = prepare_pytorch(
+            config.device,
+            config.dtype,
+            threads=config.threads,
+            replicas=config.replicas,
+            where=_WHERE,
+        )
         missing = missing_for_handover(prefix_caching=config.prefix_caching)
         if missing is not None and config.role != "both":
             raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
@@ -186,17 +191,3 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype) -> LlamaModel | 
     if path.is_dir() and model_type(path) in FAMILIES:
         return load_decoder(path, device=device, dtype=dtype)
     return load_model(path, device=device, dtype=dtype)
-
-
-def _device(config: ReferenceConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["device: cuda is configured, but PyTorch finds no GPU"], _WHERE)
-    return torch.device(config.device)
-
-
-def _dtype(config: ReferenceConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.float32 if _device(config).type == "cpu" else torch.bfloat16
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from attrs import frozen
@@ -15,7 +14,7 @@ from commutator.frontend import Call, read_object, traced
 from commutator_openai.chat import as_request
 from commutator_openai.fields import MAX_INT, Label, OneOf, PromptList
 from commutator_openai.pass_through import PassThrough
-from commutator_openai.pooling import MAX_INPUTS, Asked, Cut, Pooled, floats, infos_of, pool
+from commutator_openai.pooling import MAX_INPUTS, Asked, Cut, Pooled, floats, offered, pool
 from commutator_openai.responses import Embedding, EmbeddingList, PoolingUsage
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
@@ -85,34 +84,11 @@ class Embeddings:
         """POST /v1/embeddings."""
         await traced("embeddings", call.headers, {"http.route": call.path}, self._serve(call))
 
-    def _is_for_the_engine(self, call: Call, body: Mapping[str, Any]) -> bool:
-        """Whether only the engine can answer, which takes clients' requests unchanged.
-
-        Raises RequestError where nobody can.
-        """
-        named = body.get("model")
-        if not isinstance(named, str | None):
-            return False  # refused with all that is wrong
-        name, infos = infos_of(call, named)
-        offered = any(Operation.EMBED in info.operations for info in infos)
-        if "messages" in body or (infos and not offered):
-            if call.services.dispatcher.forwards(name):
-                return True
-            if offered:
-                raise RequestError("messages: only texts and token ids are served here", "messages")
-            can = ", ".join(sorted({one for info in infos for one in info.operations}))
-            raise RequestError(
-                f"model: the workers of {name} make no embeddings, they {can}",
-                "model",
-                "unsupported_endpoint",
-            )
-        return False
-
     async def _serve(self, call: Call) -> None:
         limit = call.time_limit()
         async with limit:
             data = await read_object(call)
-            if self._is_for_the_engine(call, data):
+            if offered(call, data, (Operation.EMBED,), foreign=("messages",)) is None:
                 await self.pass_through.passed(call, data)
                 return
             body, ignored = await as_request(call, data, EmbeddingRequest, strict=self.strict)

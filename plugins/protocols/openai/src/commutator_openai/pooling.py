@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from commutator import EngineInfo, GenerateRequest, Operation, Pooling, SamplingParams
 from commutator.errors import EngineError, RequestError
 from commutator.frontend import Call, TimeLimit, allowed_priority
+from commutator_openai.pass_through import ENDPOINTS
 
 __all__ = [
     "TRUNCATED_HEADER",
@@ -28,6 +29,7 @@ __all__ = [
     "Text",
     "floats",
     "infos_of",
+    "offered",
     "parts_of",
     "pool",
     "tokenized",
@@ -119,6 +121,40 @@ def infos_of(call: Call, model: str | None) -> tuple[str, list[EngineInfo]]:
     """The model's own name, and what its ready workers say. Raises RequestError."""
     name, _ = call.services.text_model(model, call.principal)
     return name, call.services.dispatcher.infos(name)
+
+
+def offered(
+    call: Call,
+    data: Mapping[str, Any],
+    operations: Sequence[str],
+    foreign: Sequence[str] = (),
+) -> str | None:
+    """The first of ``operations`` that a worker of the model in the body ``data`` offers.
+
+    None: only an engine can answer that takes clients' requests unchanged. ``foreign`` are fields
+    that only such an engine can read. Raises RequestError where nobody can.
+    """
+    named = data.get("model")
+    if not isinstance(named, str | None):
+        return operations[0]  # refused with all that is wrong
+    name, infos = infos_of(call, named)
+    can = {one for info in infos for one in info.operations}
+    # Without a worker any will do: routing says that none is ready.
+    found = next((one for one in operations if one in can or not infos), None)
+    read = not any(field in data for field in foreign)
+    if found is not None and read:
+        return found
+    if call.endpoint in ENDPOINTS and call.services.dispatcher.forwards(name):
+        return None
+    if found is not None:
+        (param, *_) = (field for field in foreign if field in data)
+        raise RequestError(f"{param}: only texts and token ids are served here", param)
+    raise RequestError(
+        f"model: the workers of {name} do not {' or '.join(operations)}, they "
+        f"{', '.join(sorted(can))}",
+        "model",
+        "unsupported_endpoint",
+    )
 
 
 def floats(row: bytes) -> tuple[float, ...]:

@@ -21,8 +21,8 @@ from commutator.frontend import Call, TimeLimit, read_object, traced
 from commutator_openai.chat import as_request
 from commutator_openai.embeddings import cut_of
 from commutator_openai.fields import hints_given
-from commutator_openai.pass_through import ENDPOINTS, PassThrough
-from commutator_openai.pooling import Asked, Cut, Pooled, floats, infos_of, pool
+from commutator_openai.pass_through import PassThrough
+from commutator_openai.pooling import Asked, Cut, Pooled, floats, offered, pool
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 from commutator_pooling.requests import (
     MAX_DOCUMENTS,
@@ -91,7 +91,7 @@ class Endpoints:
             limit = call.time_limit()
             async with limit:
                 data = await read_object(call)
-                operation = self._offered(call, data, operations)
+                operation = offered(call, data, operations)
                 if operation is None:
                     await PassThrough(frozenset()).passed(call, data)
                     return
@@ -105,31 +105,6 @@ class Endpoints:
 
         name = call.endpoint.rpartition("/")[2]
         await traced(name, call.headers, {"http.route": call.path}, serve())
-
-    @staticmethod
-    def _offered(call: Call, data: Mapping[str, Any], operations: Sequence[str]) -> str | None:
-        """None: only an engine can answer that takes clients' requests unchanged.
-
-        Raises RequestError where nobody can.
-        """
-        named = data.get("model")
-        if not isinstance(named, str | None):
-            return operations[0]  # refused with all that is wrong
-        name, infos = infos_of(call, named)
-        can = {one for info in infos for one in info.operations}
-        for operation in operations:
-            if operation in can:
-                return operation
-        if not infos:
-            return operations[0]  # no worker is ready, as routing will say
-        if call.endpoint in ENDPOINTS and call.services.dispatcher.forwards(name):
-            return None
-        raise RequestError(
-            f"model: the workers of {name} do not {' or '.join(operations)}, they "
-            f"{', '.join(sorted(can))}",
-            "model",
-            "unsupported_endpoint",
-        )
 
     async def _rerank(
         self, call: Call, body: RerankRequest | RerankV2Request, operation: str, limit: TimeLimit
