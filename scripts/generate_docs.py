@@ -15,6 +15,7 @@ import engines_page
 import http_page
 import kit_page
 import metrics_page
+import protocols_page
 
 if __name__ == "__main__":
     cli_page.write()
@@ -27,5 +28,6 @@ if __name__ == "__main__":
     http_page.write()
     kit_page.write()
     metrics_page.write()
+    protocols_page.write()
     sys.argv.append("--write")
     docs_console.main()

@@ -32,6 +32,7 @@ import engines_page  # noqa: E402
 import http_page  # noqa: E402
 import kit_page  # noqa: E402
 import metrics_page  # noqa: E402
+import protocols_page  # noqa: E402
 
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -94,6 +95,14 @@ def test_generated_pages_are_up_to_date() -> None:
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
     assert kit_page.PAGE.read_text() == kit_page.page(), "run `make docs`"
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
+    assert protocols_page.PAGE.read_text() == protocols_page.page(), "run `make docs`"
+
+
+def test_what_the_table_of_protocols_names_is_there() -> None:
+    cells = protocols_page.cells()
+    assert protocols_page.missing(cells) == []
+    gone = cells[0]._replace(test="tests/docs/test_docs.py::test_of_nothing")
+    assert protocols_page.missing([*cells, gone]) == [gone.test]
 
 
 def test_every_name_of_the_contract_has_a_docstring() -> None:
