@@ -12,7 +12,7 @@ from attrs import asdict, define, evolve, field
 from attrs import fields as attrs_fields
 
 from commutator.auth.gate import Gate
-from commutator.contract.door import FrontendConfig
+from commutator.contract.door import DoorConfig, FrontendConfig
 from commutator.contract.observer import Observer
 from commutator.contract.operations import OperationsConfig
 from commutator.contract.request import (
@@ -422,14 +422,18 @@ _OF_PROTOCOL = {field.name for field in attrs_fields(OpenAiConfig)} - {"kind"}
 
 
 def frontend_config(**options: Any) -> FrontendConfig:
-    """One door of kind `http` that speaks `openai`, or ``protocols``; ``admin`` is operators'."""
+    """One door of kind `http` that speaks `openai`, or ``protocols``; ``admin`` is operators'.
+
+    ``more_doors`` are opened, too.
+    """
     of_process = {name: options.pop(name) for name in _OF_PROCESS & options.keys()}
     of_protocol = {name: options.pop(name) for name in _OF_PROTOCOL & options.keys()}
     admin = options.pop("admin", None)
     if admin is not None:
         options["operations"] = "off"
     protocols = options.pop("protocols", (OpenAiConfig(kind="openai", **of_protocol),))
-    doors = [HttpConfig(protocols=protocols, **options)]
+    more = options.pop("more_doors", ())
+    doors: list[DoorConfig] = [HttpConfig(protocols=protocols, **options), *more]
     if admin is not None:
         doors.append(HttpConfig(operations="open", max_connections=64, **admin))
     return FrontendConfig(doors=tuple(doors), **of_process)

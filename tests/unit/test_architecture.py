@@ -50,8 +50,11 @@ KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
 # Replays run the planner and its tuning in virtual time; responses in NATS count as those in
 # memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
-# classes are read, routed and refused as embeddings are.
+# classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
+# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP.
 BUILDS_ON = {
+    "commutator_grpc": {"commutator_http"},
+    "commutator_kserve": {"commutator_openai"},
     "commutator_pooling": {"commutator_openai"},
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
     "commutator_responses_nats": {"commutator_nats", "commutator_responses"},

@@ -160,6 +160,9 @@ class Door(ABC, Generic[ConfigT, ServicesT]):
     front-door process, which all of its doors share.
     """
 
+    serves_rpcs = False
+    """Whether its routes are those of ``RPC_METHODS``; else they are all others."""
+
     def problems(self, config: ConfigT) -> Iterable[str]:
         """Why this machine cannot serve with ``config``, as "OPTION: what is wrong, what to do".
 

@@ -12,7 +12,12 @@ from attrs import frozen
 from commutator.contract.answer import Failure
 from commutator.contract.settings import setting
 
-__all__ = ["DoorFacts", "Example", "MountedProtocol", "Protocol", "ProtocolConfig", "Route"]
+__all__ = ["RPC_METHODS", "DoorFacts", "Example", "MountedProtocol", "Protocol", "ProtocolConfig"]
+__all__ += ["Route"]
+
+RPC_METHODS = frozenset({"RPC", "RPC_GET", "RPC_STREAM"})
+"""Of routes whose path is "/PACKAGE.SERVICE/METHOD": a message and its answer; the same that only
+looks; and a stream, of which each message is a call of its own, all of them at the same time."""
 
 
 @frozen(kw_only=True)
@@ -32,7 +37,8 @@ class Route:
 
     method: str
     """"GET", "POST", "DELETE", or "WEBSOCKET": each message of a client is a call of its own then,
-    and each line that answers it a message. They are answered one after another."""
+    and each line that answers it a message. They are answered one after another. Or one of
+    ``RPC_METHODS``, which doors of another transport have; each door takes its own."""
     path: str
     """Such as "/v1/models/{id:.+}": names in braces, with a regular expression after a colon."""
     handle: Callable[[Any], Awaitable[None]]
@@ -59,6 +65,8 @@ class Example:
     """Its JSON, or its text, if ``content_type`` is another."""
     content_type: str = "application/json"
     """What the body is."""
+    rpc: tuple[str, Mapping[str, Any]] | None = None
+    """Where it has an RPC, "PACKAGE.SERVICE/METHOD" and the JSON of a first message."""
 
     @property
     def text(self) -> str:
@@ -84,6 +92,8 @@ class MountedProtocol(ABC):
     not; the first that is sent counts."""
     failed_type: str = "application/json"
     """The content type of what ``failed`` returns."""
+    descriptors: Sequence[bytes] = ()
+    """Serialized ``FileDescriptorProto`` of its RPCs, each after those that it imports."""
 
     @abstractmethod
     def routes(self) -> Sequence[Route]:
@@ -94,7 +104,7 @@ class MountedProtocol(ABC):
         """The body of an answer that is no success, of the type ``failed_type``."""
 
     def failed_message(self, failure: Failure) -> bytes:
-        """The same as a line, for the client of a WebSocket."""
+        """The same as a line, for the client of a WebSocket; as a message, for that of a stream."""
         return self.failed(failure)
 
     async def close(self) -> None:

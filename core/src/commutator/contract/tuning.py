@@ -19,14 +19,7 @@ from commutator.contract.launcher import Launcher
 from commutator.contract.planner import PlannedWorker, PlannerTargets
 from commutator.contract.request import RequestSummary
 
-__all__ = [
-    "ArmCounts",
-    "Trial",
-    "Tuning",
-    "TuningContext",
-    "counted",
-    "trial_outcome",
-]
+__all__ = ["ArmCounts", "Trial", "Tuning", "TuningContext", "counted", "trial_outcome"]
 
 _MOST_DELAY = 4.0
 """A request that takes longer than this many times the target counts no more: one that hung would

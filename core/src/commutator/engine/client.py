@@ -51,11 +51,7 @@ from commutator.trust import (
     is_loopback,
 )
 
-__all__ = [
-    "MAX_MISSES",
-    "PING_EVERY_S",
-    "TokenApiClient",
-]
+__all__ = ["MAX_MISSES", "PING_EVERY_S", "TokenApiClient"]
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
 from commutator.contract.door import FrontendConfig
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
-from commutator.contract.protocol import DoorFacts, ProtocolConfig, Route
+from commutator.contract.protocol import RPC_METHODS, DoorFacts, ProtocolConfig, Route
 from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
@@ -75,11 +75,12 @@ def check_routes(config: Config, host: PluginHost) -> None:
 
 def _of_routes(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
     for index, door in enumerate(frontend.doors):
-        if len(door.protocols) == 1:
+        rpc = host.doors.kinds[door.kind].thing.serves_rpcs
+        if len(door.protocols) == 1 and not rpc:
             continue  # what answers is not imported only to be compared with nothing
         path = door_path(frontend, index)
         facts = DoorFacts(needs_key=False, operations=door.operations != "off")
-        claims: dict[tuple[str, str], list[tuple[int, Route]]] = {}
+        claims: _Claims = {}
         for number, entry in enumerate(door.protocols):
             try:
                 routes = host.protocols.kinds[entry.kind].thing.mount(entry, _LATER, facts).routes()
@@ -88,16 +89,26 @@ def _of_routes(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
             except ConfigError as error:
                 yield from (f"{path}.protocols[{number}].{each}" for each in error.problems)
                 continue
+            routes = [one for one in routes if (one.method in RPC_METHODS) == rpc]
+            if not routes:
+                yield f"{path}.protocols[{number}]: {entry.kind} is not for a door of {door.kind}"
             for route in routes:
                 claims.setdefault((route.method, route.path), []).append((number, route))
-        contested: dict[tuple[int, int], list[tuple[str, str]]] = {}
-        for where, given in claims.items():
-            kept = [(number, route) for number, route in given if not route.yields] or given
-            others = [number for number, route in kept if route.is_mine is None]
-            for number in others[1:]:
-                contested.setdefault((others[0], number), []).append(where)
-        for numbers, wheres in contested.items():
+        for numbers, wheres in _contested(claims).items():
             yield _claimed(path, door.protocols, numbers, sorted(wheres))
+
+
+_Claims = dict[tuple[str, str], list[tuple[int, Route]]]
+
+
+def _contested(claims: _Claims) -> dict[tuple[int, int], list[tuple[str, str]]]:
+    contested: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    for where, given in claims.items():
+        kept = [(number, route) for number, route in given if not route.yields] or given
+        others = [number for number, route in kept if route.is_mine is None]
+        for number in others[1:]:
+            contested.setdefault((others[0], number), []).append(where)
+    return contested
 
 
 def _claimed(

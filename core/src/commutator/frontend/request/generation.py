@@ -36,13 +36,7 @@ from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import StopMatcher, TextModel
 
-__all__ = [
-    "Choice",
-    "ChoiceRules",
-    "Events",
-    "Generation",
-    "Plan",
-]
+__all__ = ["Choice", "ChoiceRules", "Events", "Generation", "Plan"]
 
 _FINISHES: dict[FinishReason, FinishKind] = {
     FinishReason.STOP: "stop",

@@ -21,7 +21,7 @@ from commutator.contract.operations import (
     OperationsRoute,
 )
 from commutator.contract.principal import Authenticator, Credentials, Principal
-from commutator.contract.protocol import MountedProtocol, Route
+from commutator.contract.protocol import RPC_METHODS, MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices
 from commutator_http.administration import admin_routes
@@ -41,7 +41,7 @@ from commutator_http.middleware import (
 )
 from commutator_http.sockets import close_sockets, serve_socket
 
-__all__ = ["build_app", "build_local_app"]
+__all__ = ["StaticKeys", "build_app", "build_local_app"]
 
 
 _HTTP = {WEBSOCKET: "GET"}
@@ -63,7 +63,7 @@ def build_app(
         raise ConfigError(["models: there is nothing to serve; add a model"])
     gate = services.gate
     if config.api_keys:
-        keys = _StaticKeys([secret.reveal() for secret in config.api_keys])
+        keys = StaticKeys([secret.reveal() for secret in config.api_keys])
         gate = gate.after("api_keys", keys)
     guarded = config.operations != "open"
     middlewares: list[Middleware] = []
@@ -210,10 +210,11 @@ _DEFAULT = Principal(name="default", permissions=frozenset({"admin"}))
 as without keys."""
 
 
-class _StaticKeys(Authenticator):
+class StaticKeys(Authenticator):
     """Compares a bearer token with a few keys, which may be short and in any alphabet."""
 
     def __init__(self, keys: Sequence[str]) -> None:
+        """``keys``: at least one."""
         self._accepted = [key.encode() for key in keys]
 
     async def authenticate(self, credentials: Credentials) -> Principal | None:
@@ -232,6 +233,7 @@ def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> 
             ((route.method, route.path), number, route, protocol)
             for number, protocol in enumerate(protocols)
             for route in protocol.routes()
+            if route.method not in RPC_METHODS
         ),
         key=itemgetter(0, 1),
     )

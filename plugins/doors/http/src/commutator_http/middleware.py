@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -37,6 +37,7 @@ __all__ = [
     "administrator",
     "authenticate",
     "authenticate_administrator",
+    "bearer_of",
     "begin",
     "exchange",
     "failure_response",
@@ -281,10 +282,11 @@ def own_user(request: web.Request) -> str:
     return local_user(request) or "unknown"
 
 
-def _bearer(request: web.Request) -> str | None:
-    given = request.headers.get(hdrs.AUTHORIZATION)
+def bearer_of(headers: Mapping[str, str]) -> str | None:
+    """The key that a client sent; None: it sent none. Names of ``headers`` are in any case."""
+    given = headers.get(hdrs.AUTHORIZATION)
     if given is None:  # some clients name the key alone
-        return request.headers.get("X-Api-Key", "").strip() or None
+        return headers.get("X-Api-Key", "").strip() or None
     scheme, _, token = given.partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
@@ -293,7 +295,7 @@ async def _asked(call: HttpCall) -> Principal:
     """The principal by all authenticators. Raises AuthenticationError."""
     request = call.request
     credentials = Credentials(
-        bearer=_bearer(request), headers=request.headers, peer=request.remote or None
+        bearer=bearer_of(request.headers), headers=request.headers, peer=request.remote or None
     )
     return await call.parts_of_door.gate.principal(credentials)
 

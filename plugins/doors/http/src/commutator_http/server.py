@@ -36,6 +36,7 @@ from commutator_http.middleware import failure_response, find_answer
 
 __all__ = [
     "Runner",
+    "open_local",
     "open_server",
 ]
 
@@ -106,16 +107,31 @@ async def open_server(
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            local_app = build_local_app(config, services, protocols, local_socket)
-            local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), config, failed)
-            runners.append(local)
-            await local.setup()
-            await web.UnixSite(local, local_socket).start()
+            runners.append(await open_local(config, services, protocols, local_socket))
     except BaseException:
         for each in runners:
             await each.cleanup()
         raise
     return OpenServer(runners, listener, port, for_clients=bool(protocols))
+
+
+async def open_local(
+    config: HttpConfig,
+    services: FrontendServices,
+    protocols: Sequence[MountedProtocol],
+    local_socket: str,
+) -> Runner:
+    """Serve everything, without a key, on a Unix socket; also for a door of another transport."""
+    app = build_local_app(config, services, protocols, local_socket)
+    failed = partial(failure_response, protocol=protocols[0] if protocols else None)
+    local = Runner(app, ConnectionTable(_OPERATORS, _OPERATORS), config, failed)
+    try:
+        await local.setup()
+        await web.UnixSite(local, local_socket).start()
+    except BaseException:
+        await local.cleanup()
+        raise
+    return local
 
 
 class OpenServer(OpenDoor):

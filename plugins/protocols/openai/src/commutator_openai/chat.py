@@ -68,6 +68,7 @@ __all__ = [
     "conversation_of",
     "parse_body",
     "read_request",
+    "unserved_hints",
 ]
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class Generations:
                 raise
             body = read[0]
             unknown: tuple[str, ...] = (*read[1], *_without_effect(read[0]))
-            given: Mapping[str, Hint] = _without_those_of_templates(call, body, hints_given(body))
+            given = unserved_hints(call, body)
             if given and await self._passed_on(call, given, cls):
                 return
             if given or unknown:
@@ -164,10 +165,12 @@ class Generations:
         return False
 
 
-def _without_those_of_templates(
-    call: Call, body: GenerationRequest, given: Mapping[str, Hint]
-) -> Mapping[str, Hint]:
-    """The hints without the effort of reasoning, where the model's chat template looks at it."""
+def unserved_hints(call: Call, body: GenerationRequest) -> Mapping[str, Hint]:
+    """The hints that a request sets to more than "off", by name.
+
+    Without the effort of reasoning, where the model's chat template looks at it.
+    """
+    given = hints_given(body)
     if "reasoning_effort" not in given:
         return given
     text = call.services.models.get(body.model or "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +26,14 @@ from commutator.contract.answer import (
     ReasoningContent,
     Usage,
 )
-from commutator.contract.protocol import DoorFacts, Example, MountedProtocol, Protocol
+from commutator.contract.protocol import (
+    RPC_METHODS,
+    DoorFacts,
+    Example,
+    MountedProtocol,
+    Protocol,
+    Route,
+)
 from commutator.errors import CommutatorError
 from commutator.frontend import Call, to_failure
 from commutator.frontend.limits import TimeLimit, TimeLimits
@@ -128,7 +136,7 @@ class ProtocolContract:
         assert routes
         assert len({(route.method, route.path) for route in routes}) == len(routes)
         for route in routes:
-            assert route.method in {"GET", "POST", "DELETE", "WEBSOCKET"}
+            assert route.method in {"GET", "POST", "DELETE", "WEBSOCKET", *RPC_METHODS}
             assert route.path.startswith("/")
 
     def test_errors_have_a_body(self, mounted: MountedProtocol) -> None:
@@ -140,7 +148,7 @@ class ProtocolContract:
     ) -> None:
         example = protocol.example("http://door:1", "m")
         assert example.api_url.startswith("http://door:1")
-        assert ("POST", example.path) in {(r.method, r.path) for r in mounted.routes()}
+        assert any(_parts_of(route, example) is not None for route in mounted.routes())
 
     @pytest.mark.asyncio
     async def test_an_example_is_no_mistake_of_its_client(
@@ -149,14 +157,15 @@ class ProtocolContract:
         """Its route reads it, up to where the deployment is asked for an answer."""
         example = protocol.example("http://door:1", "m")
         call = _ExampleCall(example, mounted)
-        handle = next(
-            route.handle
+        route = next(
+            route
             for route in mounted.routes()
-            if (route.method, route.path) == ("POST", example.path)
+            if _parts_of(route, example) is not None
             and (route.is_mine is None or route.is_mine(call.headers))
         )
+        call.parts_of_path = _parts_of(route, example) or {}
         try:
-            await handle(call)
+            await route.handle(call)
         except _AnsweringError:
             return
         except (CommutatorError, Failure) as error:
@@ -210,6 +219,16 @@ class ProtocolContract:
         return self.can_say(writer, self.read_whole(b"".join(writer.whole(USAGE))))
 
 
+_PART = re.compile(r"\{(\w+)(?::([^}]+))?\}")
+
+
+def _parts_of(route: Route, example: Example) -> dict[str, str] | None:
+    """What the example's path has for the names in braces; None: the route is another."""
+    pattern = _PART.sub(lambda part: f"(?P<{part[1]}>{part[2] or '[^/]+'})", route.path)
+    found = re.fullmatch(pattern, example.path) if route.method == "POST" else None
+    return None if found is None else found.groupdict()
+
+
 class _AnsweringError(Exception):
     """The route answers, or asks the deployment for it: the request was read by then."""
 
@@ -233,7 +252,12 @@ class _ExampleCall(Call):
         services: Any = _NoServices()
         super().__init__(services, "r", example.path, "POST", example.path, headers)
         self.protocol = protocol
+        self.parts_of_path: dict[str, str] = {}
         self._example = example
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        return self.parts_of_path
 
     def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
         given = self._example.content_type

@@ -1,0 +1,91 @@
+"""The door of kind `grpc`. Until it is opened it imports no gRPC library."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import ssl
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from commutator import DoorRegister, hookimpl
+from commutator.contract.door import Door, DoorAddress, OpenDoor
+from commutator.contract.protocol import Example, MountedProtocol
+from commutator_grpc.config import GrpcConfig, GrpcTlsConfig
+
+if TYPE_CHECKING:
+    from commutator.frontend import FrontendServices
+
+__all__ = ["GrpcDoor"]
+
+
+class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
+    """gRPC over HTTP/2."""
+
+    serves_rpcs = True
+
+    def problems(self, config: GrpcConfig) -> Iterable[str]:
+        if config.operations != "off":
+            yield (
+                "operations: a door of kind grpc serves no operators: leave it out, and write "
+                "`admin: {port: 9000}` beside the door, or a door of kind http"
+            )
+        if not config.protocols:
+            yield "protocols: a door of kind grpc without any serves nobody: write [{kind: kserve}]"
+        if config.tls is not None and (problem := _tls_problem(config.tls)):
+            yield f"tls: {problem}"
+
+    def needs_key(self, config: GrpcConfig, services: FrontendServices) -> bool:
+        return bool(config.api_keys) or not services.gate.is_open
+
+    def address(self, config: GrpcConfig, netloc: str, example: Example | None) -> DoorAddress:
+        url = f"{'https' if config.tls else 'http'}://{netloc}"
+        parts = ["grpcurl"]
+        if config.tls is None:
+            parts.append("-plaintext")
+        else:
+            parts.append(f"-cacert {shlex.quote(config.tls.cert_file)}")
+            if config.tls.client_ca_file is not None:
+                parts.append("-cert CLIENT.crt -key CLIENT.key")
+        if config.api_keys:
+            key = config.api_keys[0]
+            value = f"${key.env}" if key.env else f"$(cat {shlex.quote(str(key.file))})"
+            parts.append(f'-H "Authorization: Bearer {value}"')
+        method = "grpc.health.v1.Health/Check"
+        if example is not None and example.rpc is not None and config.reflection:
+            method, body = example.rpc
+            parts.append(f"-d {shlex.quote(json.dumps(body))}")
+        parts.append(f"{netloc} {method}")
+        return DoorAddress(url=url, api_url=netloc, example=" ".join(parts))
+
+    async def open(
+        self,
+        config: GrpcConfig,
+        services: FrontendServices,
+        protocols: Sequence[MountedProtocol],
+        *,
+        local_socket: str | None = None,
+    ) -> OpenDoor:
+        from commutator_grpc.server import open_server
+
+        return await open_server(config, services, protocols, local_socket)
+
+
+def _tls_problem(config: GrpcTlsConfig) -> str | None:
+    """Why the files cannot be used."""
+    files = f"certificate {config.cert_file} with key {config.key_file}"
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(config.cert_file, config.key_file)
+        if config.client_ca_file is not None:
+            files = f"client_ca_file {config.client_ca_file}"
+            context.load_verify_locations(config.client_ca_file)
+    except (OSError, ssl.SSLError) as error:
+        return f"{files}: {error}"
+    return None
+
+
+@hookimpl
+def door_register(register: DoorRegister) -> None:
+    """Kind `grpc`: gRPC over HTTP/2."""
+    register("grpc", GrpcConfig, GrpcDoor(), "alpha")
