@@ -134,7 +134,7 @@ def asked_generation(call: Call, inference: Inference, model: str) -> Asking:
     body: dict[str, Any]
     if is_chat:
         body = {"messages": _messages(inference.inputs[prompt[0]])}
-        cls: type[Any] = ChatRequest
+        cls: Any = ChatRequest
     else:
         body = {"prompt": _prompt(inference.inputs[prompt[0]])}
         cls = CompletionRequest
@@ -264,7 +264,7 @@ def _chat(parameters: dict[str, Any]) -> bool | None:
     return given
 
 
-def _body(parameters: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
+def _body(parameters: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     """The parameters as fields of a body of OpenAI's API. Raises RequestError."""
     body: dict[str, Any] = {}
     for given, sent in parameters.items():
@@ -309,11 +309,11 @@ def _json(name: str, text: str) -> Any:
 
 
 @cache
-def _fields(cls: type[Any]) -> frozenset[str]:
+def _fields(cls: Any) -> frozenset[str]:
     return frozenset(field.name for field in attrs.fields(cls)) - _NOT_OURS
 
 
-def _unknown(name: str, cls: type[Any]) -> RequestError:
+def _unknown(name: str, cls: Any) -> RequestError:
     known = _fields(cls) - _NO_TENSOR | _RENAMED.keys() | _OUR_OWN
     text = f"{name[:100]}: unknown parameter"
     if cls is CompletionRequest and name in _fields(ChatRequest):

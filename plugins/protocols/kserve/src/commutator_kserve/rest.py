@@ -36,6 +36,8 @@ _PATH = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?(/(?P<what>ready|config|infer|generate(_stream)?))?"
 )
 """What follows /v2/models/; models may have slashes in their names."""
+_TYPES = ("application/json", OCTETS, "none")
+"""Of bodies; Triton's client names none. Pages of other origins are kept out by the door."""
 _encode = msgspec.json.encode
 
 
@@ -66,7 +68,7 @@ async def _ready(call: Call) -> None:
 
 
 async def _index(call: Call) -> None:
-    async with call.room_for_body("application/json", "application/octet-stream", "none"):
+    async with call.room_for_body(*_TYPES):
         body = await call.read()
         asked = parse_object(body) if body else {}
     ready = optional(asked, "ready", bool, "true or false")
@@ -115,7 +117,7 @@ async def _ask(call: Call) -> None:
 async def _infer(call: Call, model: str, version: str) -> None:
     limit = call.time_limit()
     async with limit:
-        async with call.room_for_body("application/json", OCTETS):
+        async with call.room_for_body(*_TYPES):
             body = await call.read()
             read = partial(_read, body, call.headers.get(HEADER_LENGTH), model, version)
             inference = await call.off_loop(len(body), read)

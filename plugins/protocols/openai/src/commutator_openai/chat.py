@@ -130,7 +130,7 @@ class Generations:
                 raise
             body = read[0]
             unknown: tuple[str, ...] = (*read[1], *_without_effect(read[0]))
-            given = unserved_hints(call, body)
+            given: Mapping[str, Hint] = unserved_hints(call, body)
             if given and await self._passed_on(call, given, cls):
                 return
             if given or unknown:
