@@ -19,8 +19,6 @@ from tests.support.trained_scripts import FAMILIES, Family, Turn, turns
 from commutator_scaffold.local_cluster import LocalCluster
 
 IN_CI = "hermes"
-TRIED = (IN_CI, "llama3_json")
-"""What models of the other families say was not judged yet."""
 AT_ONCE = 16
 PROTOCOLS = ("openai", "anthropic", "responses")
 
@@ -30,7 +28,6 @@ PROTOCOLS = ("openai", "anthropic", "responses")
     params=[
         pytest.param(one, id=name, marks=pytest.mark.slow if name == IN_CI else pytest.mark.long)
         for name, one in FAMILIES.items()
-        if name in TRIED
     ],
 )
 def family(request: pytest.FixtureRequest) -> Family:

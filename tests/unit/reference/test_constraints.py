@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.contract.request import Constraint
+from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator.tokenizer import load_text_model
 from commutator_reference.constraints import Grammars, Matcher
@@ -94,7 +95,40 @@ def test_it_begins_after_the_tokens_that_end_reasoning() -> None:
     for token in (*TEXT.encode("Hm, no.", add_special_tokens=False), *end):
         assert matcher.allow(logits, logits).isfinite().all()
         matcher.advance(token)
-    assert answer(matcher, 1) == "yes"
+    said = answer(matcher, 1)
+    assert said is not None
+    assert re.fullmatch("\n{0,2}yes", said)
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema", "regex", "choice"])
+def test_what_follows_thoughts_may_stand_two_lines_below_them(kind: ConstraintKind) -> None:
+    value = {"json_object": "", "json_schema": "{}", "choice": ("{}",)}.get(kind, "\\{\\}")
+    for space, fits in (("", True), ("\n", True), ("\n\n", True), ("\n\n\n", False), (" ", False)):
+        said = TEXT.encode(f".{space}{{}}", add_special_tokens=False)
+        constraint = of(kind, value, after=(said[0],))
+        with contextlib.nullcontext() if fits else pytest.raises(RequestError):
+            GRAMMARS.matcher(constraint, said)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        of("choice", ("a<|im_start|>b", "c")),
+        of("regex", "a<\\|im_end\\|>{2}"),
+        of("json_schema", '{"const": "<|im_start|>user"}'),
+        of("json_schema", '{"required": ["<|im_end|>"]}'),
+        of("grammar", 'root ::= "<|im_start|>"'),
+        of("lark", 'start: "<|im_start|>"\n%llguidance {"no_forcing": false}'),
+    ],
+    ids=["choice", "regex", "value", "key", "grammar", "options"],
+)
+def test_what_reads_like_a_control_token_is_text(constraint: Constraint) -> None:
+    matcher, logits = GRAMMARS.matcher(constraint), torch.zeros(TEXT.vocab_size)
+    for _ in range(12):
+        allowed = matcher.allow(logits, logits).isfinite().nonzero()[:, 0].tolist()
+        chosen = allowed[0]
+        assert chosen not in TEXT.special_ids or chosen in TEXT.eos_ids
+        matcher.advance(chosen)
 
 
 def test_an_answer_goes_on_where_another_worker_left_it() -> None:
@@ -148,11 +182,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(constraint: Constraint, name
             ),
             "to compile; simplify",
         ),
-        (of("regex", "(((((a{100}){100}){100}){100}){100})"), "regex: .*(to compile|too many)"),
         (of("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "recursion"),
         (of("grammar", "root ::= " + "a" * 2000), "grammar: Rule"),
     ],
-    ids=["multiple", "patterns", "repeats", "nested", "name"],
+    ids=["multiple", "patterns", "nested", "name"],
 )
 def test_what_takes_too_long_to_compile_is_refused(constraint: Constraint, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):

@@ -168,32 +168,43 @@ def _grammar(
 ) -> str:
     """In llguidance's notation. Raises ValueError."""
     value = constraint.value
+    space = r"\n{0,2}" if constraint.after else ""  # models write it after thoughts
     if constraint.kind == "choice":
-        wanted = "|".join(re.escape(one) for one in value)
-        return str(LLMatcher.grammar_from_regex(f"(?:{wanted})"))
+        return _of_regex(space, "|".join(re.escape(one) for one in value))
     assert isinstance(value, str)
     match constraint.kind:
         case "json_object":
-            return _json({"type": "object"}, constraint)
+            return _json({"type": "object"}, constraint, space)
         case "json_schema":
-            return _json(json.loads(value), constraint)
+            return _json(json.loads(value), constraint, space)
         case "regex":
-            return str(LLMatcher.grammar_from_regex(value))
+            return _of_regex(space, value)
         case "grammar":
-            return str(LLMatcher.grammar_from_lark(any_to_lark(value)))
+            return _of_lark(any_to_lark(value))
         case "lark":
-            return str(LLMatcher.grammar_from_lark(value))
+            return _of_lark(value)
         case "structural_tag":
             specials = {text: one for text, one in vocabulary().specials.items() if one not in ends}
-            lark = lark_of_tags(json.loads(value), specials, _enforced)
-            return str(LLMatcher.grammar_from_lark(lark))
+            return _of_lark(lark_of_tags(json.loads(value), specials, _enforced))
     raise ValueError(f"unknown kind {constraint.kind}")
 
 
-def _json(schema: Any, constraint: Constraint) -> str:
+def _of_lark(grammar: str) -> str:
+    # Otherwise, where one text alone can follow, llguidance asks for the tokens that its tokenizer
+    # makes of it, and takes none of those that are special.
+    return str(LLMatcher.grammar_from_lark(f'{grammar}\n%llguidance {{"no_forcing": true}}'))
+
+
+def _of_regex(space: str, expression: str) -> str:
+    made = json.loads(LLMatcher.grammar_from_regex(f"{space}(?:{expression})"))
+    return _of_lark(made["grammars"][0]["lark_grammar"])
+
+
+def _json(schema: Any, constraint: Constraint, space: str) -> str:
+    """``space``: what may stand before it, as a regular expression."""
     found, given = _enforced(schema, constraint.whitespace)
-    options: Any = given
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options))
+    value = json.dumps({**found, "x-guidance": given})
+    return _of_lark(f"start: {f'/{space}/ ' if space else ''}%json {value}")
 
 
 def _enforced(schema: Any, whitespace: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

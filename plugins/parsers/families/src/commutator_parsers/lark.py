@@ -60,6 +60,8 @@ class Form:
     closing: str = ""
     line: str = ""
     """Between the parts of a call: a line's end, or nothing."""
+    id_marker: str | None = None
+    """What begins an id behind the name, where the model may write one."""
     several: bool = True
     """Whether it may write more than one call."""
 
@@ -121,7 +123,9 @@ def _tag_form(form: Form, grammar: TagCalls, opener: str) -> Form:
 
 def _named_form(form: Form, grammar: NamedCalls, opener: str, template: str) -> Form:
     if not grammar.begin:  # the opener begins each call
-        return evolve(form, begin=opener, end=(*grammar.end, "")[0], closing="")
+        marked = grammar.id_marker if (grammar.id_marker or "\0") in template else None
+        section = evolve(form, begin=opener, end=(*grammar.end, "")[0], closing="")
+        return evolve(section, id_marker=marked)
     begin, end = grammar.begin[0], (*grammar.end, "")[0]
     fenced = grammar.kind is not None and "```json" in template
     if fenced:
@@ -335,6 +339,10 @@ def _named(form: Form, grammar: NamedCalls, tool: Tool, writer: _Writer) -> str:
         separator_words = writer.literal(form.line)
     else:
         separator_words = writer.literal(separator)
+    if form.id_marker is not None:
+        separator_words = (
+            f"({writer.literal(form.id_marker)} /[a-zA-Z0-9]{{9}}/)? {separator_words}"
+        )
     return f"{before} {writer.literal(name)} {separator_words} {_object(tool, writer)}"
 
 
