@@ -127,10 +127,10 @@ def _answer(family: Family, text: TextModel, turn: Turn, prompt: str) -> str:
     """What the template writes of the answer, once it is history, with the token that ends it."""
     said = turn.said
     if family.between_calls is not None and len(said.calls) > 1:
-        single = (evolve(turn, said=evolve(said, calls=(one,))) for one in said.calls)
+        single = (evolve(turn, said=evolve(said, calls=(one,)), ids=()) for one in said.calls)
         written = (_answer(family, text, one, prompt).removesuffix(family.end) for one in single)
         return family.between_calls.join(written) + family.end
-    (message,) = history(said)
+    (message,) = history(said, ids=turn.ids)
     whole, _ = _rendered(text, turn, message)
     # Templates leave earlier thoughts out: only the prompt's end is the same in the history.
     seen = prompt.removesuffix(family.no_thoughts)[-_PROMPT_END:]

@@ -36,6 +36,8 @@ class Turn:
     """Whether the request asks models to think that do not do so by themselves."""
     schema: Mapping[str, Any] | None = None
     """What the request says that the answer follows."""
+    ids: Sequence[str] = ()
+    """Of its calls, where the model writes ids and those of every answer would not do."""
 
     @property
     def forced(self) -> bool:
@@ -344,6 +346,7 @@ def turns(family: Family) -> Sequence[Turn]:
             messages=after_one,
             tools=[_FORECAST],
             said=_LOOKED_TWICE,
+            ids=_IDS[: len(twice.calls)],
         ),
         Turn(
             name="two results",

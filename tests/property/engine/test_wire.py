@@ -41,6 +41,7 @@ deltas = st.builds(
     stop_reason=st.none() | tokens | st.text(max_size=5),
     cached_tokens=st.none() | st.integers(0, 10**6),
     error=st.none() | st.text(max_size=9),
+    refused=st.booleans(),
 )
 
 

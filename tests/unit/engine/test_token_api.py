@@ -292,13 +292,15 @@ async def test_too_many_requests_that_take_long_are_an_overload() -> None:
         engine.may_submit.set()
 
 
-async def test_an_error_delta_raises() -> None:
+@pytest.mark.parametrize(("refused", "kind"), [(False, EngineError), (True, RequestError)])
+async def test_an_error_delta_raises(refused: bool, kind: type[Exception]) -> None:
     async with served() as (engine, _, client):
         stream = client.generate(request("a"))
         await arrived(engine, 1)
         (key,) = engine.requests
-        engine.emit([(key, TokenDelta(finish_reason=FinishReason.ERROR, error="no memory"))])
-        with pytest.raises(EngineError, match="no memory"):
+        why = FinishReason.ERROR
+        engine.emit([(key, TokenDelta(finish_reason=why, error="no memory", refused=refused))])
+        with pytest.raises(kind, match="no memory"):
             await anext(stream)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
@@ -139,6 +140,21 @@ def test_an_answer_goes_on_where_another_worker_left_it() -> None:
     assert re.fullmatch("[0-9]{2}", left)
     with pytest.raises(RequestError, match="does not follow"):
         GRAMMARS.matcher(constraint, TEXT.encode("12", add_special_tokens=False))
+
+
+def test_a_grammar_that_grows_too_large_is_the_requests_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = LLParserLimits(max_items_in_row=60, step_max_items=2000, verbose_errors=False)
+    monkeypatch.setattr("commutator_reference.constraints.LIMITS", few)
+    grammars = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids)
+    matcher, logits = grammars.matcher(of("lark", 'start: a\na: a a | "x"')), torch.zeros(9)
+    (letter,) = TEXT.encode("x", add_special_tokens=False)
+    with pytest.raises(RequestError, match="^response_format: .* too large to go on"):
+        for _ in range(200):
+            matcher.allow(logits, logits)
+            matcher.advance(letter)
+    grammars.close()
 
 
 def test_what_excludes_all_that_may_come_gives_way() -> None:

@@ -305,6 +305,30 @@ def test_a_failing_step_ends_its_requests_and_no_other(
     assert said[2][0].cached_tokens == 0, "what the failed step wrote is not reused"
 
 
+def test_an_answer_that_cannot_go_on_is_the_requests_fault() -> None:
+    engine = make()
+    engine.submit(1, request([5]))
+    engine.step()
+
+    class Matcher:
+        complete = False
+
+        def allow(self, logits: Any, raw: Any) -> Any:
+            del raw
+            return logits
+
+        def advance(self, token_id: int) -> None:
+            raise RequestError(f"{token_id} is not allowed")
+
+    sequence = engine._scheduler.get(1)
+    assert sequence is not None
+    sequence.matcher = Matcher()  # type: ignore[assignment]
+    ((_, delta),) = engine.step()
+    assert (delta.finish_reason, delta.refused) == (FinishReason.ERROR, True)
+    assert delta.error is not None
+    assert delta.error.endswith("is not allowed")
+
+
 def test_a_failing_decoder_ends_only_the_request_that_needs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

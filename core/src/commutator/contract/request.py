@@ -333,6 +333,8 @@ class TokenDelta:
     input, or for each token of a ``TOKEN_EMBED``."""
     error: str | None = None
     """Set with ``FinishReason.ERROR``: what went wrong."""
+    refused: bool = False
+    """With ``FinishReason.ERROR``: the fault is the request's, which only the answer has shown."""
     handover_failed: bool = False
     """With ``FinishReason.ERROR``: the KV did not arrive; a further try may succeed.
 

@@ -350,7 +350,8 @@ class _Session:
         if delta.finish_reason is not None:
             del self._streams[key]
             if delta.finish_reason is FinishReason.ERROR:
-                kind = EngineHandoverError if delta.handover_failed else EngineError
+                known = EngineHandoverError if delta.handover_failed else EngineError
+                kind = RequestError if delta.refused else known
                 stream.fail(kind(delta.error or "the engine failed the request"))
                 return
         stream.feed(delta)

@@ -129,6 +129,7 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
         error=extras.get("error"),
         handover=extras.get("handover"),
         vectors=extras.get("vectors", b""),
+        refused=extras.get("refused", False),
         handover_failed=extras.get("handover_failed", False),
     )
 
@@ -188,6 +189,8 @@ class Codec:
             extras["error"] = delta.error
         if delta.handover is not None:
             extras["handover"] = delta.handover
+        if delta.refused:
+            extras["refused"] = True
         if delta.handover_failed:
             extras["handover_failed"] = True
         return [key, delta.token_ids, extras or None]
@@ -383,5 +386,6 @@ def merge(deltas: deque[TokenDelta]) -> TokenDelta:
         handover=last.handover,
         vectors=last.vectors,
         error=last.error,
+        refused=last.refused,
         handover_failed=last.handover_failed,
     )

@@ -346,17 +346,20 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, Any]:
     return parameters
 
 
-def enforceable(request: GenerateRequest, engine: str, *, whitespace: bool) -> Constraint | None:
-    """What a server of ``engine`` is to enforce from the first token on; None: nothing.
+def enforceable(
+    request: GenerateRequest, engine: str, *, whitespace: bool, thoughts: bool = False
+) -> Constraint | None:
+    """What a server of ``engine`` is to enforce; None: nothing.
 
-    ``whitespace``: whether it can be told what stands between the parts of JSON. Raises
-    RequestError for a constraint that the server would enforce otherwise than asked.
+    ``whitespace``: whether it can be told what stands between the parts of JSON. ``thoughts``:
+    whether it begins by itself after those with which an answer begins, or else with the first
+    token. Raises RequestError for a constraint that the server would enforce otherwise than asked.
     """
     constraint = request.constraint
     if constraint is None:
         return None
     problem = None
-    if constraint.after:
+    if constraint.after and not thoughts:
         problem = "cannot begin to constrain an answer after tokens of the request's choice"
     elif constraint.whitespace is not None and not whitespace:
         problem = "decides itself about the white space in JSON"

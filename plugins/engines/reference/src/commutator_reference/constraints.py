@@ -158,7 +158,8 @@ class Matcher:
             return  # nothing comes after it
         elif not self._matcher.consume_token(token_id):
             raise RequestError(
-                f"the answer so far does not follow the constraint: {self._matcher.get_error()}",
+                "response_format: the answer so far does not follow it, or it is too large to go on: "
+                f"{self._matcher.get_error()}"[:_SHOWN],
                 "response_format",
             )
 

@@ -406,6 +406,8 @@ class ReferenceEngine:
             if sequence.matcher is not None:
                 sequence.matcher.advance(sampled.token_id)
             stop = find_stop(sequence, eos_ids, self.max_model_len, self._decode)
+        except RequestError as error:
+            return [self._failed(key, str(error), refused=True)]
         except Exception as error:
             log.exception("request %s ends with an error", sequence.request.request_id)
             return [self._failed(key, f"{type(error).__name__}: {error}")]
@@ -423,11 +425,15 @@ class ReferenceEngine:
             delta = evolve(delta, finish_reason=stop.finish_reason, stop_reason=stop.stop_reason)
         return [(key, delta)]
 
-    def _failed(self, key: int, why: str, *, handover: bool = False) -> tuple[int, TokenDelta]:
+    def _failed(
+        self, key: int, why: str, *, refused: bool = False, handover: bool = False
+    ) -> tuple[int, TokenDelta]:
         """Remove a request; returns its last delta."""
         self._scheduler.remove(key)
         reason = FinishReason.ERROR
-        return key, TokenDelta(finish_reason=reason, error=why, handover_failed=handover)
+        return key, TokenDelta(
+            finish_reason=reason, error=why, refused=refused, handover_failed=handover
+        )
 
     def _publish_events(self) -> None:
         events = self.pool.take_events() + self._tier_events

@@ -44,6 +44,8 @@ class AsyncLlmEngine:
         self._stats = _SchedulerStats()
         self._llm.logger_manager.stat_loggers.append(self._stats)
         self.info = _info(self._llm, state.args, host)
+        settings = self._llm.vllm_config.structured_outputs_config
+        self._sees_thoughts = bool(settings.reasoning_parser) and not settings.enable_in_reasoning
 
     @classmethod
     async def of(cls, state: Any, host: str) -> AsyncLlmEngine:
@@ -78,7 +80,7 @@ class AsyncLlmEngine:
             made = llm.input_processor.process_inputs(
                 request.request_id,
                 tokens_input(list(request.token_ids), cache_salt=request.cache_salt),
-                _sampling_params(request),
+                _sampling_params(request, self._sees_thoughts),
                 supported_tasks=self._tasks,
                 lora_request=self._models.lora_requests[request.adapter.digest]
                 if request.adapter
@@ -95,6 +97,8 @@ class AsyncLlmEngine:
             raise EngineOverloadedError(str(error)) from error
         except (VLLMClientError, ValueError, TypeError) as error:
             raise RequestError(str(error)) from error
+        if request.constraint is not None:  # with a reasoning parser vLLM would guess
+            made.reasoning_ended = not request.constraint.after
         llm.input_processor.assign_request_id(made)
         outputs.request_id = made.request_id
         llm.output_processor.add_request(made, None, None, 0, outputs)
@@ -164,11 +168,11 @@ def _no_adapter(lora_name: str) -> str:
     return f"this vLLM server has no adapter {lora_name!r}"
 
 
-def _sampling_params(request: GenerateRequest) -> Any:
+def _sampling_params(request: GenerateRequest, sees_thoughts: bool) -> Any:
     """Raises ValueError for what vLLM does not accept."""
     if request.cache_salt == "":
         raise ValueError("cache_salt: it is empty")  # vLLM itself would take it for none
-    params = _sampling(sampling_fields(request))
+    params = _sampling(sampling_fields(request, thoughts=sees_thoughts))
     if params.n != 1:
         raise ValueError("n: one answer for each request; ask several times")
     params.output_kind = RequestOutputKind.DELTA

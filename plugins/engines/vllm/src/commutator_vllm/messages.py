@@ -146,20 +146,24 @@ def prompt_entries(
     )
 
 
-def sampling_fields(request: GenerateRequest) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams for a request that is answered with tokens."""
+def sampling_fields(request: GenerateRequest, *, thoughts: bool = False) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams for a request that is answered with tokens.
+
+    ``thoughts`` as of ``enforceable``.
+    """
     # The front door makes the text; vLLM needs it only to find stop strings.
-    return {**_sampling(request), "detokenize": bool(request.sampling.stop)}
+    return {**_sampling(request, thoughts=thoughts), "detokenize": bool(request.sampling.stop)}
 
 
-def _sampling(request: GenerateRequest) -> dict[str, Any]:
+def _sampling(request: GenerateRequest, *, thoughts: bool = False) -> dict[str, Any]:
     fields = sampling_parameters(request)
     # Tokens that are named take the place of the likeliest.
     if request.sampling.top_logprobs is not None and not request.options.get(NAMED_TOKENS):
         fields["logprobs"] = request.sampling.top_logprobs
     if request.prompt_logprobs is not None:
         fields["prompt_logprobs"] = request.prompt_logprobs
-    if (constraint := enforceable(request, "vLLM", whitespace=True)) is not None:
+    constraint = enforceable(request, "vLLM", whitespace=True, thoughts=thoughts)
+    if constraint is not None:
         fields["structured_outputs"] = _structured_outputs(constraint)
     return {**fields, **request.options}
 
