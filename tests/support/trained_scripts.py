@@ -214,7 +214,8 @@ def _in_family(family: Family, turn: Turn) -> Turn:
         said = evolve(said, content=None)
     if family.one_call:
         said = evolve(said, calls=said.calls[:1])
-    return evolve(turn, said=said)
+    # Others think anyway, and some write into the prompt how much was asked for.
+    return evolve(turn, said=said, thinks=turn.thinks and family.thinks == "asked")
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

@@ -43,10 +43,17 @@ _HELD = (
     "until they end; we hold it to the schema, or to the call, at once where the prompt has not "
     "begun the thoughts"
 )
+_PASSED_ON = (
+    "the calls of this family are forced by a grammar that vLLM's engine does not take, so the "
+    "request is answered by vLLM's own server, which asks for a form that the model does not know"
+)
+_NO_LINES = (
+    "vLLM, asked by either, holds the answer to the schema right behind the thoughts, where the "
+    "model writes two line ends"
+)
+_SPACE = "vLLM's server keeps line breaks beside the markers of thoughts and calls"
 DIFFERENT: Mapping[tuple[str, str, str], str] = {
-    ("hermes", "*", "white space"): (
-        "vLLM's server keeps line breaks beside the markers of thoughts and calls"
-    ),
+    ("hermes", "*", "white space"): _SPACE,
     ("hermes", "schema", "reasoning"): _HELD,
     ("hermes", "schema", "content"): _HELD,
     ("hermes", "forced-tool-choice", "reasoning"): _HELD,
@@ -54,6 +61,20 @@ DIFFERENT: Mapping[tuple[str, str, str], str] = {
     ("hermes", "forced-tool-choice", "usage"): (
         "the marker before a forced call is part of our prompt, and of their answer"
     ),
+    ("qwen3_coder", "*", "white space"): _SPACE,
+    ("qwen3_coder", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("qwen3_coder", "schema", "not the script"): _NO_LINES,
+    ("mistral", "*", "calls"): "vLLM's parser takes the id of a call for a part of its name",
+    ("mistral", "tool-result-followup", "no answer"): (
+        "vLLM's server refuses ids of calls that the template does not take; we shorten them"
+    ),
+    ("mistral", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("mistral", "forced-tool-choice", "white space"): _PASSED_ON,
+    ("minimax_m2", "*", "white space"): _SPACE,
+    ("minimax_m2", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("minimax_m2", "forced-tool-choice", "no answer of ours"): _PASSED_ON,
+    ("minimax_m2", "forced-tool-choice", "no answer"): _PASSED_ON,
+    ("minimax_m2", "schema", "not the script"): _NO_LINES,
 }
 """Family, turn ("*": any) and what differs, whole or streamed: why."""
 
@@ -104,6 +125,8 @@ def test_answers_are_those_of_vllms_own_server(name: str, cluster: LocalCluster)
             anywhere = (name, "*", what)
             where = anywhere if anywhere in DIFFERENT else (name, turn.name, what)
             different[where] = (streamed, one, other)
+    for where, found_there in different.items():
+        print(where, found_there)
     assert different.keys() == {where for where in DIFFERENT if where[0] == name}, different
 
 

@@ -189,10 +189,7 @@ class Codec:
             extras["error"] = delta.error
         if delta.handover is not None:
             extras["handover"] = delta.handover
-        if delta.refused:
-            extras["refused"] = True
-        if delta.handover_failed:
-            extras["handover_failed"] = True
+        extras |= {one: True for one in ("refused", "handover_failed") if getattr(delta, one)}
         return [key, delta.token_ids, extras or None]
 
 

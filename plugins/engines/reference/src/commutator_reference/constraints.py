@@ -158,7 +158,7 @@ class Matcher:
             return  # nothing comes after it
         elif not self._matcher.consume_token(token_id):
             raise RequestError(
-                "response_format: the answer so far does not follow it, or it is too large to go on: "
+                "response_format: the answer does not follow it, or it is too large to go on: "
                 f"{self._matcher.get_error()}"[:_SHOWN],
                 "response_format",
             )
@@ -169,7 +169,7 @@ def _grammar(
 ) -> str:
     """In llguidance's notation. Raises ValueError."""
     value = constraint.value
-    space = r"\n{0,2}" if constraint.after else ""  # models write it after thoughts
+    space = r"\n{0,3}" if constraint.after else ""  # models write it after thoughts
     if constraint.kind == "choice":
         return _of_regex(space, "|".join(re.escape(one) for one in value))
     assert isinstance(value, str)

@@ -91,7 +91,7 @@ def in_thoughts(
         schema = _calls_schema(form, conversation)
         schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
         words = f"{literal(opening, specials)} %json {json.dumps(schema)}"
-        value = f"start: SPACE? {words}\nSPACE: /\\n{{1,2}}/"
+        value = f"start: SPACE? {words}\nSPACE: /\\n{{1,3}}/"
     return ForcedCalls(opening="", constraint=Constraint(kind="lark", value=value))
 
 

@@ -150,7 +150,7 @@ def calls_grammar(
         writer.lines.append("TEXT: /(?s:.*)/")
     elif not opened:
         start = f"SPACE? {writer.literal(form.opened)} {start}"
-        writer.lines.append(r"SPACE: /\n{1,2}/")
+        writer.lines.append(r"SPACE: /\n{1,3}/")
     return "\n".join([f"start: {start}", *writer.lines])
 
 
@@ -301,8 +301,11 @@ def _call(form: Form, tool: Tool, writer: _Writer) -> str:
     """One tool's call, between what begins and ends each."""
     grammar, name = form.grammar, tool.name
     if grammar is None:
-        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        return f"{writer.literal(header)} {_object(tool, writer)}"
+        # The recipient stands in the channel's header, or before it, as in the template.
+        channel, to = "<|channel|>commentary", f" to=functions.{name}"
+        either = f"{writer.literal(channel + to)} | {writer.literal(to + channel)}"
+        kind = f"({writer.literal(' <|constrain|>json')} | {writer.literal(' json')})?"
+        return f"({either}) {kind} {writer.literal('<|message|>')} {_object(tool, writer)}"
     match grammar:
         case NamedCalls():
             return _named(form, grammar, tool, writer)
