@@ -29,11 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 PARSERS: Mapping[str, tuple[str, str | None]] = {
     "hermes": ("hermes", "qwen3"),
     "qwen3_coder": ("qwen3_coder", "qwen3"),
-    "llama3_json": ("llama3_json", None),
     "mistral": ("mistral", None),
-    "deepseek_v3_2": ("deepseek_v32", "deepseek_v3"),
-    "kimi_k2": ("kimi_k2", "kimi_k2"),
-    "glm": ("glm45", "glm45"),
     "minimax_m2": ("minimax_m2", "minimax_m2"),
     "gemma4": ("gemma4", "gemma4"),
 }
