@@ -54,6 +54,10 @@ def _text_of(events: list[Any]) -> str:
     return said
 
 
+def tensor(*texts: str) -> dict[str, Any]:
+    return {"name": "text_input", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+
+
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}}
 REQUESTS = {
     ("openai", "chat"): Asked(
@@ -129,6 +133,31 @@ REQUESTS = {
         {"texts": TEXTS},
         lambda said: len(said["embeddings"]["float"]) == 2,
     ),
+    ("kserve", "infer"): Asked(
+        "/v2/models/{model}/infer",
+        {"inputs": [tensor("Rivers run")], "parameters": {"max_tokens": 4}},
+        lambda said: said["outputs"][0]["data"][0],
+    ),
+    ("kserve", "generate"): Asked(
+        "/v2/models/{model}/generate",
+        {"text_input": "Rivers run", "max_tokens": 4},
+        lambda said: said["text_output"],
+    ),
+    ("kserve", "generate, streamed"): Asked(
+        "/v2/models/{model}/generate_stream",
+        {"text_input": "Rivers run", "max_tokens": 4, "stream": True},
+        lambda said: "".join(one["text_output"] for one in said) and said[-1]["finish_reason"],
+    ),
+    ("kserve", "structured output"): Asked(
+        "/v2/models/{model}/generate",
+        {"messages": HI, "max_tokens": 40, "schema": SCHEMA},
+        lambda said: json.loads(said["text_output"])["sky"],
+    ),
+    ("kserve", "embeddings"): Asked(
+        "/v2/models/{model}/infer",
+        {"inputs": [tensor(*TEXTS)], "outputs": [{"name": "embedding"}]},
+        lambda said: said["outputs"][0]["shape"][0] == 2,
+    ),
 }
 
 
@@ -153,7 +182,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         ],
         "frontend": {
             "protocols": [
-                {"kind": kind} for kind in ("openai", "responses", "anthropic", "pooling")
+                {"kind": kind} for kind in ("openai", "responses", "anthropic", "pooling", "kserve")
             ]
         },
     }
@@ -166,8 +195,8 @@ def test_it_is_served(cluster: LocalCluster, protocol: str, operation: str, engi
     asked = REQUESTS[protocol, operation]
     model = "classes" if (engine, operation) == ("encoder", "classify") else engine
     response = httpx.post(
-        cluster.url + asked.path,
-        json={"model": model, **asked.body},
+        cluster.url + asked.path.format(model=model),
+        json=asked.body if "{model}" in asked.path else {"model": model, **asked.body},
         headers={"X-Commutator-Explain": "1"},
         timeout=120,
     )
