@@ -110,11 +110,17 @@ async def test_streams_that_end_at_every_moment_leave_nothing(count: int) -> Non
                         await asyncio.sleep(draw.random() * 0.01)
                 if draw.random() < 0.4:
                     await stream.done_writing()
-                for _ in range(draw.randint(0, 12)):
-                    if await stream.read() is grpc.aio.EOF:
-                        break
+                async with asyncio.timeout(draw.random() * 0.1):
+                    for _ in range(draw.randint(0, 12)):
+                        if await stream.read() is grpc.aio.EOF:
+                            break
                 await asyncio.sleep(draw.random() * 0.01)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ExecuteBatchError):
+            except (
+                grpc.aio.AioRpcError,
+                TimeoutError,
+                asyncio.InvalidStateError,
+                ExecuteBatchError,
+            ):
                 pass
             stream.cancel()
 
