@@ -36,7 +36,7 @@ async def test_both_legs_are_in_the_clients_trace(
 ) -> None:
     world = World()
     prefill, decode = await world.up("p-0"), await world.up("d-0")
-    await tracing.traced("completion", HEADERS, {"http.route": "/v1/completions"}, world.run())
+    await tracing.in_span("completion", HEADERS, {"http.route": "/v1/completions"}, world.run())
     found = spans()
     assert set(found) == {"completion", "prefill", "decode"}
     for span in found.values():
@@ -63,7 +63,7 @@ async def test_a_failed_leg_says_why(spans: Callable[[], dict[str, ReadableSpan]
     world = World()
     await world.up("p-0", troubles=[LOST])
     await world.up("d-0")
-    await tracing.traced("completion", {}, {}, world.run())
+    await tracing.in_span("completion", {}, {}, world.run())
     prefill = spans()["prefill"]
     assert prefill.status.status_code is StatusCode.ERROR
     assert prefill.status.description == "EngineUnavailableError: connection reset"
@@ -74,14 +74,14 @@ async def test_a_client_may_refuse(spans: Callable[[], dict[str, ReadableSpan]])
     world = World()
     await world.up("d-0")
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    await tracing.traced("completion", headers, {}, world.run())
+    await tracing.in_span("completion", headers, {}, world.run())
     assert not spans()
 
 
 async def test_without_tracing_nothing_is_handed_on() -> None:
     world = World()
     decode = await world.up("d-0")
-    await tracing.traced("completion", HEADERS, {}, world.run())
+    await world.run()
     assert decode.asked[0].traceparent is None
 
 

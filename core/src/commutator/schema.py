@@ -177,12 +177,19 @@ def _annotated_matcher(kind: Any) -> Callable[[Any], bool]:
     base, *extras = get_args(kind)
     if (size := _byte_size(kind)) is not None:
         return lambda value: size.parse(value) is not None
-    inner = matcher(base)
-    bounds = [extra for extra in extras if isinstance(extra, Bounds)]
-    if len(bounds) == 1:
-        allows = bounds[0].allows
-        return lambda value: inner(value) and allows(value)
-    return lambda value: inner(value) and all(bound.allows(value) for bound in bounds)
+    fits = matcher(base)
+    for extra in extras:
+        if isinstance(extra, Bounds):
+            fits = _within(extra, fits)
+    return fits
+
+
+def _within(bounds: Bounds, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    lowest = -math.inf if bounds.minimum is None else bounds.minimum
+    highest = math.inf if bounds.maximum is None else bounds.maximum
+    if (above := bounds.above) is None:
+        return lambda value: fits(value) and lowest <= value <= highest
+    return lambda value: fits(value) and lowest <= value <= highest and value > above
 
 
 def build_converter(*, detailed: bool = True) -> cattrs.Converter:

@@ -12,15 +12,22 @@ from typing import Any, TypeVar
 
 from commutator.config.model import TracingConfig
 
-__all__ = ["DISTRIBUTIONS", "WorkerSpan", "begin_worker_span", "missing_package", "start", "traced"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "WorkerSpan",
+    "begin_worker_span",
+    "in_span",
+    "missing_package",
+    "start",
+]
 
 ResultT = TypeVar("ResultT")
 
 DISTRIBUTIONS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
-_tracer: Any = None
-"""The tracer of this process; None while tracing is off."""
+tracer: Any = None
+"""The tracer of this process; None while tracing is off: then nothing else here is to be called."""
 
 
 def missing_package() -> str | None:
@@ -40,7 +47,7 @@ def start(config: TracingConfig, exporter: Any = None) -> Callable[[], None]:
 
     ``exporter`` replaces the one that posts to ``config.endpoint``.
     """
-    global _tracer  # noqa: PLW0603 - one for the process, like the registry of a logger
+    global tracer  # noqa: PLW0603 - one for the process, like the registry of a logger
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -55,31 +62,25 @@ def start(config: TracingConfig, exporter: Any = None) -> Callable[[], None]:
     provider.add_span_processor(
         BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=config.endpoint))
     )
-    _tracer = provider.get_tracer("commutator")
+    tracer = provider.get_tracer("commutator")
 
     def stop() -> None:
-        global _tracer  # noqa: PLW0603
-        _tracer = None
+        global tracer  # noqa: PLW0603
+        tracer = None
         provider.shutdown()
 
     return stop
 
 
-def traced(
-    name: str, headers: Mapping[str, str], attributes: Mapping[str, str], answer: Awaitable[ResultT]
-) -> Awaitable[ResultT]:
-    """``answer``, inside a span of the client's trace if tracing is on."""
-    return answer if _tracer is None else _in_span(name, headers, attributes, answer)
-
-
-async def _in_span(
+async def in_span(
     name: str, headers: Mapping[str, str], attributes: Mapping[str, str], answer: Awaitable[ResultT]
 ) -> ResultT:
+    """``answer``, inside a span of the client's trace."""
     from opentelemetry.propagate import extract
     from opentelemetry.trace import SpanKind
 
     carrier = {key.lower(): value for key, value in headers.items()}
-    with _tracer.start_as_current_span(
+    with tracer.start_as_current_span(
         name, context=extract(carrier), kind=SpanKind.SERVER, attributes=attributes
     ):
         return await answer
@@ -114,13 +115,11 @@ class WorkerSpan:
 
 def begin_worker_span(
     phase: str, worker_id: str, request_id: str, prompt_tokens: int
-) -> WorkerSpan | None:
-    """A child of the request's span; None while tracing is off."""
-    if _tracer is None:
-        return None
+) -> WorkerSpan:
+    """A child of the request's span."""
     attributes = {
         "commutator.worker_id": worker_id,
         "commutator.request_id": request_id,
         "gen_ai.usage.input_tokens": prompt_tokens,
     }
-    return WorkerSpan(_tracer.start_span(phase, attributes=attributes))
+    return WorkerSpan(tracer.start_span(phase, attributes=attributes))

@@ -43,14 +43,6 @@ class Bounds:
     above: float | None = None
     """Exclusive lower limit."""
 
-    def allows(self, value: float) -> bool:
-        """Whether ``value`` is within the limits."""
-        return (
-            (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-        )
-
     def describe(self) -> str:
         """Text that follows the name of the type: "an integer" + " of at least 1"."""
         low, high, above = map(_number, (self.minimum, self.maximum, self.above))

@@ -24,7 +24,6 @@ from commutator.frontend.services import FrontendServices
 from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.plugins import installed_versions
 from commutator.routing.forward import Forward
-from commutator.tracing import traced
 
 __all__ = [
     "NOT_SERVED",
@@ -56,5 +55,4 @@ __all__ = [
     "size_of",
     "thinking_variables",
     "to_failure",
-    "traced",
 ]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from attrs import evolve, frozen
 
+from commutator import tracing
 from commutator.contract.engine import TokenStream
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.request import GenerateRequest, RequestSummary, TokenDelta
@@ -29,7 +30,6 @@ from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import RouterQueue
 from commutator.routing.router import ModelRouter, Route, describe_busy
 from commutator.routing.workers import LiveWorker, LiveWorkers
-from commutator.tracing import begin_worker_span
 
 __all__ = ["Placement", "Placer", "WorkerRequest", "able"]
 
@@ -320,8 +320,10 @@ class WorkerRequest:
         if request.data_parallel_rank != rank:
             request = evolve(request, data_parallel_rank=rank)
         tokens = self.ticket.prompt_tokens
-        self.span = begin_worker_span(phase, route.decision.worker_id, request.request_id, tokens)
-        if self.span is not None:
+        self.span: tracing.WorkerSpan | None = None
+        if tracing.tracer is not None:
+            worker_id = route.decision.worker_id
+            self.span = tracing.begin_worker_span(phase, worker_id, request.request_id, tokens)
             request = evolve(request, traceparent=self.span.traceparent)
         self.request = request
         """The request as sent to this worker: with its data-parallel rank and trace context."""

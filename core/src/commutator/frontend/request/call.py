@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from multidict import istr
 
+from commutator import tracing
 from commutator.contract.answer import AnswerWriter, Failure
 from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
@@ -183,6 +184,12 @@ class Call(ABC):
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on ``size`` bytes, in a thread if it takes long. Raises OverloadedError."""
         return work() if size <= INLINE_BYTES else await self.services.work.run(work)
+
+    def traced(self, name: str, answer: Awaitable[T]) -> Awaitable[T]:
+        """``answer``, inside a span of the client's trace if tracing is on."""
+        if tracing.tracer is None:
+            return answer
+        return tracing.in_span(name, self.headers, {"http.route": self.path}, answer)
 
     def time_limit(self) -> TimeLimit:
         """The deadline of the request: the server's, or an earlier one that the client sent.

@@ -72,7 +72,7 @@ class _Mounted(MountedProtocol):
         return _encode(error_body(failure))
 
     async def _messages(self, call: Call) -> None:
-        from commutator.frontend import answer, read_object, traced
+        from commutator.frontend import answer, read_object
         from commutator_anthropic.reading import read_request
         from commutator_anthropic.writer import MessageWriter
 
@@ -93,7 +93,7 @@ class _Mounted(MountedProtocol):
 
                 await answer(call, asked.generate, writer, limit)
 
-        await traced("chat", call.headers, {"http.route": call.path}, serving())
+        await call.traced("chat", serving())
 
     async def _count_tokens(self, call: Call) -> None:
         from commutator.frontend import conversation_prompt, read_object, salted

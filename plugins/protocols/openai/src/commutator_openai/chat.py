@@ -32,7 +32,6 @@ from commutator.frontend import (
     read_object,
     read_structured,
     thinking_variables,
-    traced,
 )
 from commutator.schema import StructureError, structure
 from commutator_openai.constraints import constraint_of
@@ -44,9 +43,10 @@ from commutator_openai.fields import (
     hints_given,
     retention_of,
 )
-from commutator_openai.load_report import note_load
+from commutator_openai.load_report import ASKED_BY, note_load
 from commutator_openai.pass_through import PassThrough
 from commutator_openai.requests import (
+    CONSTRAINT_FIELDS,
     BatchRequest,
     ChatMessage,
     ChatRequest,
@@ -88,12 +88,12 @@ class Generations:
     async def chat_completions(self, call: Call) -> None:
         """POST /v1/chat/completions."""
         serving = self._serve(call, ChatRequest, asked_chat, ChatWriter)
-        await traced("chat", call.headers, {"http.route": call.path}, serving)
+        await call.traced("chat", serving)
 
     async def batch(self, call: Call) -> None:
         """POST /v1/chat/completions/batch."""
         serving = self._serve(call, BatchRequest, asked_batch, ChatWriter)
-        await traced("chat", call.headers, {"http.route": call.path}, serving)
+        await call.traced("chat", serving)
 
     async def invocations(self, call: Call) -> None:
         """POST /invocations: the body shows which of the others is meant, as SageMaker has it."""
@@ -110,7 +110,7 @@ class Generations:
     async def completions(self, call: Call) -> None:
         """POST /v1/completions."""
         serving = self._serve(call, CompletionRequest, asked_completion, CompletionWriter)
-        await traced("completion", call.headers, {"http.route": call.path}, serving)
+        await call.traced("completion", serving)
 
     async def _serve(
         self,
@@ -135,7 +135,8 @@ class Generations:
                 return
             if given or unknown:
                 call.answer_headers[IGNORED_HEADER] = ignored_header([*given, *unknown])
-            note_load(call, body.model)
+            if ASKED_BY in call.headers:
+                note_load(call, body.model)
             make_writer = partial(writer, call.request_id, shown=_shown(body))
             try:
                 await answer(call, asked(body), make_writer, limit)
@@ -364,10 +365,12 @@ def _asked(body: ChatRequest | CompletionRequest) -> Generate:
         token_ids=bool(body.return_token_ids) or counts,
         keep_tokens=_keep_tokens(body),
         engine_options=_engine_options(body),
-        constraint=constraint_of(body) if body.is_constrained else None,
+        constraint=constraint_of(body) if any(_constraints(body)) else None,
         params=_PARAMS,
     )
 
+
+_constraints = attrgetter(*CONSTRAINT_FIELDS)
 
 _ENGINE_OPTIONS = ("bad_words", "allowed_token_ids", "logprob_token_ids")
 """Fields that become ``engine_options`` of the same names: not every engine has them."""
@@ -465,14 +468,12 @@ def _choice(body: ChatRequest, tools: list[Tool]) -> tuple[ToolChoice, list[Tool
 
 
 def _message(number: int, message: ChatMessage) -> Message:
-    content: str | Sequence[Part]
-    if isinstance(message.content, str) and not message.has_more:
-        content = message.content
-    else:
-        content = _parts(number, message)
+    content = message.content
+    thought = message.reasoning_content or message.reasoning
+    more = thought or message.tool_calls or message.role == "tool"
     return Message(
         role=message.role,
-        content=content,
+        content=content if isinstance(content, str) and not more else _parts(number, message),
         name=message.name,
         retention=_retention(message.cache_control),
     )

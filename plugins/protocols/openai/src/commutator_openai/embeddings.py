@@ -10,7 +10,7 @@ from attrs import frozen
 
 from commutator import Bounds, Operation, PositiveInt, setting
 from commutator.errors import RequestError
-from commutator.frontend import Call, read_object, traced
+from commutator.frontend import Call, read_object
 from commutator_openai.chat import as_request
 from commutator_openai.fields import MAX_INT, Label, OneOf, PromptList
 from commutator_openai.pass_through import PassThrough
@@ -82,7 +82,7 @@ class Embeddings:
 
     async def embeddings(self, call: Call) -> None:
         """POST /v1/embeddings."""
-        await traced("embeddings", call.headers, {"http.route": call.path}, self._serve(call))
+        await call.traced("embeddings", self._serve(call))
 
     async def _serve(self, call: Call) -> None:
         limit = call.time_limit()

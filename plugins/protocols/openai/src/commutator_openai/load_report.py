@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import msgspec
+from multidict import istr
 
 from commutator.frontend import Call
 
-__all__ = ["note_load"]
+__all__ = ["ASKED_BY", "note_load"]
 
-_ASKED = "endpoint-load-metrics-format"
+ASKED_BY = istr("endpoint-load-metrics-format")
+"""The client's header that asks for it."""
 _TOLD = "endpoint-load-metrics"
 
 
 def note_load(call: Call, model: str | None) -> None:
-    """Add the header if the client asks for it; ``model`` is as it named it.
+    """Add the header if its form is known; ``model`` is as the client named it.
 
     It counts the requests that the model's workers have in hand, and those that wait for one.
     """
-    form = call.headers.get(_ASKED, "").upper()
+    form = call.headers[ASKED_BY].upper()
     if form not in {"TEXT", "JSON"}:
         return
     services = call.services

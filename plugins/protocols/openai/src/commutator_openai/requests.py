@@ -5,7 +5,6 @@ Without slots, as ``build_request_converter`` fills their dictionaries at once.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Annotated, Any
 
 from attrs import define, frozen
@@ -147,15 +146,6 @@ class ChatMessage:
         "Annotations.", None
     )
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there is more to it than text."""
-        return (
-            self.role == "tool"
-            or bool(self.tool_calls)
-            or bool(self.reasoning_content or self.reasoning)
-        )
-
 
 CONSTRAINT_FIELDS = (
     *("response_format", "structured_outputs", "guided_json", "guided_json_object"),
@@ -163,7 +153,6 @@ CONSTRAINT_FIELDS = (
     *("guided_whitespace_pattern", "regex", "ebnf", "json_schema", "structural_tag"),
 )
 """The fields that say what an answer has to follow, in the words of OpenAI, vLLM and SGLang."""
-_constraints = attrgetter(*CONSTRAINT_FIELDS)
 
 
 @define(kw_only=True, slots=False)
@@ -293,11 +282,6 @@ class GenerationRequest:
     ebnf: Any = setting("SGLang's word for `structured_outputs.grammar`.", None)
     json_schema: Any = setting("SGLang's word for `structured_outputs.json`.", None)
     structural_tag: Any = setting("SGLang's word for `structured_outputs.structural_tag`.", None)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether one of ``CONSTRAINT_FIELDS`` says what the answer follows."""
-        return any(_constraints(self))
 
 
 @define(kw_only=True, slots=False)

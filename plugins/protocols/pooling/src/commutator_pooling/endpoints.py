@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 
 from commutator import Operation
 from commutator.errors import RequestError
-from commutator.frontend import Call, TimeLimit, read_object, traced
+from commutator.frontend import Call, TimeLimit, read_object
 from commutator_openai.chat import as_request
 from commutator_openai.embeddings import cut_of
 from commutator_openai.fields import hints_given
@@ -104,7 +104,7 @@ class Endpoints:
             await call.reply([encoded])
 
         name = call.endpoint.rpartition("/")[2]
-        await traced(name, call.headers, {"http.route": call.path}, serve())
+        await call.traced(name, serve())
 
     async def _rerank(
         self, call: Call, body: RerankRequest | RerankV2Request, operation: str, limit: TimeLimit

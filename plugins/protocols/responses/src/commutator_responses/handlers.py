@@ -10,7 +10,7 @@ import msgspec
 from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
-from commutator.frontend import Call, TimeLimit, conversation_prompt, read_object, salted, traced
+from commutator.frontend import Call, TimeLimit, conversation_prompt, read_object, salted
 from commutator.frontend.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
 from commutator_responses.conversations import (
@@ -54,7 +54,7 @@ class Handlers:
 
     async def create(self, call: Call) -> None:
         """POST /v1/responses."""
-        await traced("chat", call.headers, {"http.route": call.path}, self._create(call))
+        await call.traced("chat", self._create(call))
 
     async def _create(self, call: Call) -> None:
         limit = call.time_limit()
@@ -67,7 +67,7 @@ class Handlers:
 
     async def message(self, call: Call) -> None:
         """A message of a WebSocket."""
-        await traced("chat", call.headers, {"http.route": call.path}, self._message(call))
+        await call.traced("chat", self._message(call))
 
     async def _message(self, call: Call) -> None:
         limit = call.time_limit()
