@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.s3_tiers import MakeTier, tier_maker
@@ -89,6 +93,66 @@ def test_mistakes_are_reported_at_open(
     monkeypatch.delenv("TEST_S3_KEY")
     with pytest.raises(ConfigError, match="TEST_S3_KEY is not set"):
         make_tier()
+
+
+class _Endless(socketserver.StreamRequestHandler):
+    """Answers each request without end, or sends it elsewhere."""
+
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: 1000000000000\r\n\r\n"
+    )
+    piece, wait_s = b"a" * 65_536, 0.0
+
+    def handle(self) -> None:
+        while self.rfile.readline().strip():
+            pass
+        with suppress(OSError):
+            self.wfile.write(self.head)
+            while self.piece:
+                self.wfile.write(self.piece)
+                time.sleep(self.wait_s)
+
+
+class _Dripping(_Endless):
+    piece, wait_s = b"a", 0.05
+
+
+class _Elsewhere(_Endless):
+    head = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1/\r\nContent-Length: 0\r\n\r\n"
+    piece = b""
+
+
+class _Wanting(_Endless):
+    head = b"HTTP/1.1 400 Bad\r\nContent-Length: 0\r\nx-amz-bucket-region: eu-1\r\n\r\n"
+    piece = b""
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (_Endless, "did not end within 8388608 bytes"),
+        (_Dripping, "did not end within 2 s"),
+        (_Elsewhere, "redirects are not followed"),
+        (_Wanting, "400"),
+    ],
+)
+def test_a_server_that_answers_without_end_is_given_up(
+    make_tier: MakeTier, handler: type[_Endless], said: str
+) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tier, before = make_tier(endpoint=f"http://127.0.0.1:{server.server_address[1]}"), rss()
+        started = time.monotonic()
+        with pytest.raises(TierError, match=said):
+            tier.open(geometry_of(BLOCK_BYTES))
+        assert time.monotonic() - started < 15
+        assert rss() - before < 64 << 20
+        server.shutdown()
+
+
+def rss() -> int:
+    return psutil.Process().memory_info().rss
 
 
 def test_a_missing_bucket_is_created_when_asked_for(make_tier: MakeTier) -> None:

@@ -142,6 +142,16 @@ def test_kill_9_of_the_supervisor_leaves_nothing(env: dict[str, str]) -> None:
         eventually(lambda: not folder.exists(), 2, "the state folder is removed")
 
 
+async def test_kill_9_of_the_supervisor_lets_streams_finish(env: dict[str, str]) -> None:
+    with running(env, frontend={"replicas": 2}) as cluster:
+        family, started = everyone(cluster), [asyncio.Event() for _ in range(6)]
+        streams = [asyncio.create_task(stream(cluster.url, 60, event)) for event in started]
+        await asyncio.gather(*(event.wait() for event in started))
+        supervisor(cluster).kill()
+        assert await asyncio.gather(*streams) == ["complete"] * 6
+        eventually(lambda: not alive(family), 8, f"no process left: {alive(family)}")
+
+
 def test_a_killed_guard_is_replaced_and_does_its_work(env: dict[str, str]) -> None:
     with running(env) as cluster:
         (first,) = guards(cluster)

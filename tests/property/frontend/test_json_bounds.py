@@ -49,6 +49,28 @@ def test_exactly_what_is_over_the_bounds_is_refused(value: Any, most: int, deepe
             check_json(text)
 
 
+def most_keys(value: Any) -> int:
+    """Of one object in ``value``."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    own = len(value) if isinstance(value, dict) else 0
+    return max([own, *map(most_keys, inner)])
+
+
+@pytest.mark.security
+@given(value=TREES, most=st.integers(0, 5))
+def test_exactly_the_objects_of_too_many_keys_are_refused(value: Any, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "MAX_KEYS", most)
+        text = json.dumps(value).encode()
+        if most_keys(value) > most:
+            with pytest.raises(RequestError, match=f"at most {most} keys in one object"):
+                check_json(text)
+        else:
+            check_json(text)
+
+
 @given(text=st.binary() | st.text(st.sampled_from('[]{},:"\\ a1')).map(str.encode))
 def test_what_is_no_json_is_left_to_the_decoder(text: bytes) -> None:
     check_json(text)
@@ -57,8 +79,14 @@ def test_what_is_no_json_is_left_to_the_decoder(text: bytes) -> None:
 @pytest.mark.security
 @pytest.mark.parametrize(
     "text",
-    [b"[" * 65, b"[" + b"[]," * 60_000, b"[" + b"0," * (1 << 21), b"[" + b'"",' * (1 << 22)],
-    ids=["depth", "lists", "numbers", "strings"],
+    [
+        b"[" * 65,
+        b"[" + b"[]," * 60_000,
+        b"[" + b"0," * (1 << 21),
+        b"[" + b'"",' * (1 << 22),
+        json.dumps({"metadata": {str(key): key for key in range(400_000)}}).encode(),
+    ],
+    ids=["depth", "lists", "numbers", "strings", "keys"],
 )
 def test_amplification_is_refused(text: bytes) -> None:
     with pytest.raises(RequestError):

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,13 +22,13 @@ SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 @pytest.mark.parametrize(
     ("lines", "groups"),
     [
-        ([b"+12\n", b"+13\n", b"-12\n"], {13}),
-        ([b"+12\n", b"+1"], {12}),  # cut short: it may have meant 13
-        ([b"\n", b"+\n", b"x\n", b"+1x\n", b"-5\n"], set()),
+        ([b"+12 0\n", b"+13 4.5\n", b"-12\n"], {13: 4.5}),
+        ([b"+12 0\n", b"+1"], {12: 0.0}),  # cut short: it may have meant 13
+        ([b"\n", b"+\n", b"x\n", b"+1x 1\n", b"-5\n"], {}),
     ],
 )
-def test_the_groups_that_it_knows(lines: list[bytes], groups: set[int]) -> None:
-    known: set[int] = set()
+def test_the_groups_that_it_knows(lines: list[bytes], groups: dict[int, float]) -> None:
+    known: Mapping[int, float] = {}
     for line in lines:
         known = guard.apply(known, line)
     assert known == groups
@@ -61,7 +62,8 @@ def test_when_the_pipe_ends_everything_ends(
         start_new_session=True,
     )
     assert watcher.stdin is not None
-    watcher.stdin.write(f"+{named.pid}\n+{frozen.pid}\n+{spared.pid}\n-{spared.pid}\n".encode())
+    groups = "".join(f"+{one.pid} 0\n" for one in (named, frozen, spared))
+    watcher.stdin.write(f"{groups}-{spared.pid}\n".encode())
     watcher.stdin.flush()
     while not _ignores_sigterm(watcher.pid):
         time.sleep(0.01)
@@ -75,6 +77,38 @@ def test_when_the_pipe_ends_everything_ends(
         assert process.wait(5) < 0
     assert spared.poll() is None
     assert not folder.exists()
+
+
+DRAINS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(time.sleep(float(sys.argv[1]))))
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_those_that_drain_end_before_what_they_need(
+    sleepers: list[subprocess.Popen[bytes]],
+) -> None:
+    needed = subprocess.Popen(SLEEP, start_new_session=True)
+    argv = [sys.executable, "-S", "-c", DRAINS]
+    quick, slow = (
+        subprocess.Popen([*argv, takes], start_new_session=True, stdout=subprocess.PIPE)
+        for takes in ("0.5", "600")
+    )
+    sleepers += [needed, quick, slow]
+    for one in (quick, slow):
+        assert one.stdout is not None
+        with one.stdout:
+            one.stdout.readline()
+    ending = threading.Thread(
+        target=guard.end, args=({needed.pid: 0.0, quick.pid: 1.0, slow.pid: 1.5}, "")
+    )
+    ending.start()
+    assert quick.wait(5) == 0
+    assert needed.poll() is None
+    ending.join(10)
+    assert (needed.wait(5), slow.wait(5)) == (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def _ignores_sigterm(pid: int) -> bool:

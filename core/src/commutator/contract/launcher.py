@@ -36,6 +36,8 @@ class LaunchPlan:
     """Where it will listen; for a worker, the argument of ``EngineConnector.connect``."""
     env: Mapping[str, str] = field(factory=dict)
     """Environment variables added to those of ``LauncherContext.env``."""
+    drain_s: float = 0.0
+    """Seconds that it may take to end by SIGTERM, before the others, if the supervisor has died."""
 
 
 @frozen(kw_only=True)

@@ -1,9 +1,10 @@
 """Outlives the supervisor and ends the processes that it left. Standard library only.
 
 Run as ``python -I -S guard.py MARK FOLDER``. Its standard input is a pipe that only the supervisor
-holds: lines ``+PGID`` and ``-PGID`` name the process groups that are alive. When the pipe ends,
-however the supervisor ended, every named group and every process whose environment carries MARK is
-killed, and FOLDER is removed.
+holds: lines ``+PGID DRAIN_S`` and ``-PGID`` name the process groups that are alive. When the pipe
+ends, however the supervisor ended, the groups that drain are told to end first and get their time,
+while what they need runs on. Then every named group and every process whose environment carries
+MARK is killed, and FOLDER is removed.
 """
 
 from __future__ import annotations
@@ -13,24 +14,30 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 GRACE_S = 2.0
 POLL_S = 0.05
 
 
-def apply(groups: set[int], line: bytes) -> set[int]:
-    """The groups after one line from the supervisor; a line cut short by its death is ignored."""
-    sign, number = line[:1], line[1:].strip()
+def apply(groups: Mapping[int, float], line: bytes) -> Mapping[int, float]:
+    """The groups after one line from the supervisor, and how long each drains, in seconds.
+
+    A line cut short by its death is ignored.
+    """
+    sign, (number, *drain_s) = line[:1], line[1:].split() or [b""]
     if not (line.endswith(b"\n") and number.isdigit()):
         return groups
-    return groups | {int(number)} if sign == b"+" else groups - {int(number)}
+    others = {group: groups[group] for group in groups if group != int(number)}
+    return {**others, int(number): float(*drain_s)} if sign == b"+" else others
 
 
 def marked(mark: str) -> list[int]:
     """Processes whose initial environment has ``mark``, also those that left their group."""
-    found = []
+    found: list[int] = []
+    if not mark:
+        return found
     for entry in Path("/proc").glob("[0-9]*/environ"):
         pid = int(entry.parent.name)
         try:
@@ -56,16 +63,23 @@ def send(groups: Iterable[int], mark: str, number: signal.Signals) -> bool:
     return alive
 
 
-def end(groups: set[int], mark: str) -> None:
-    """SIGTERM, a short grace, then SIGKILL, repeated while processes remain."""
-    deadline = time.monotonic() + GRACE_S
+def end(groups: Mapping[int, float], mark: str) -> None:
+    """SIGTERM, first to those that drain; a short grace, then SIGKILL while processes remain."""
+    draining = {group for group, drain_s in groups.items() if drain_s}
+    send(draining, "", signal.SIGTERM)
+    _wait(max(groups.values(), default=0.0), lambda: any_alive(draining, ""))
     if not send(groups, mark, signal.SIGTERM):
         return
-    while time.monotonic() < deadline and any_alive(groups, mark):
-        time.sleep(POLL_S)
+    _wait(GRACE_S, lambda: any_alive(groups, mark))
     for _ in range(3):
         if not send(groups, mark, signal.SIGKILL):
             return
+        time.sleep(POLL_S)
+
+
+def _wait(longest_s: float, alive: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + longest_s
+    while time.monotonic() < deadline and alive():
         time.sleep(POLL_S)
 
 
@@ -82,7 +96,7 @@ def any_alive(groups: Iterable[int], mark: str) -> bool:
 def main(mark: str, folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups: Mapping[int, float] = {}
     for line in sys.stdin.buffer:
         groups = apply(groups, line)
     end(groups, mark)

@@ -24,7 +24,8 @@ class Guardian:
     def __init__(self, folder: Path) -> None:
         self.run_id = uuid.uuid4().hex
         self._folder = folder
-        self._groups: set[int] = set()
+        self._groups: dict[int, float] = {}
+        """How long each drains, in seconds."""
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -43,19 +44,19 @@ class Guardian:
             cwd="/",
             env={},
         )
-        for group in self._groups:
-            self._send("+", group)
+        for group, drain_s in self._groups.items():
+            self._send(f"+{group} {drain_s:g}")
         self._watching = asyncio.create_task(self._replace_when_it_dies(self._process))
 
-    def add(self, group: int) -> None:
-        """A process group began."""
-        self._groups.add(group)
-        self._send("+", group)
+    def add(self, group: int, drain_s: float) -> None:
+        """A process group began that may take ``drain_s`` seconds to end, before the others."""
+        self._groups[group] = drain_s
+        self._send(f"+{group} {drain_s:g}")
 
     def remove(self, group: int) -> None:
         """A process group has ended completely."""
-        self._groups.discard(group)
-        self._send("-", group)
+        self._groups.pop(group, None)
+        self._send(f"-{group}")
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Let the guard end what is left, remove the folder, and exit. Idempotent."""
@@ -70,9 +71,9 @@ class Guardian:
             except TimeoutError:
                 log.warning("the guard is still ending processes; it continues in the background")
 
-    def _send(self, sign: str, group: int) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(f"{sign}{group}\n".encode())
+            self._process.stdin.write(f"{line}\n".encode())
 
     async def _replace_when_it_dies(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()

@@ -178,7 +178,7 @@ class LocalLauncher(Launcher):
         )
         process = LocalProcess(name, transport, output, f"{_PROCESS_MARK}={mark}", self._forget)
         self._running.add(process)
-        self._guardian.add(process.pid)
+        self._guardian.add(process.pid, plan.drain_s)
         return process
 
     def kill_all(self) -> None:

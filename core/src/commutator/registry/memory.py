@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections import defaultdict
@@ -53,6 +54,8 @@ __all__ = [
     "step",
 ]
 
+_BEAT_S = 1.0
+"""The longest time from one look at the leases to the next."""
 _LEASE_ID_BITS = 52
 """Of the number at which a registry's lease ids begin."""
 
@@ -150,6 +153,8 @@ class MemoryRegistry(Registry):
         self._readers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         """Those that watch a document, by its name: set when it has changed."""
         self._timer: asyncio.TimerHandle | None = None
+        self._beat_s = math.inf
+        """When the next look is due, in the loop's seconds."""
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         try:
@@ -228,7 +233,11 @@ class MemoryRegistry(Registry):
             self._timer.cancel()
 
     def _step(self, event: Event) -> bool:
-        table, changes, found = step(self._table, event, self._clock())
+        loop, now = asyncio.get_running_loop(), self._clock()
+        if self._timer is not None and loop.time() > self._beat_s + _BEAT_S:
+            # This process was paused, and what renews the leases is still to be read.
+            self._table = self._table.extended(now)
+        table, changes, found = step(self._table, event, now)
         if self._state_file is not None and table.desired != self._table.desired:
             save_desired(self._state_file, table.desired)  # first: what fails has not happened
         self._table = table
@@ -238,8 +247,9 @@ class MemoryRegistry(Registry):
             self._timer.cancel()
             self._timer = None
         if (expiry := self._table.next_expiry()) is not None:
-            wait_s = max(0.0, expiry - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._step, Tick())
+            wait_s = min(max(0.0, expiry - now), _BEAT_S)
+            self._beat_s = loop.time() + wait_s
+            self._timer = loop.call_at(self._beat_s, self._step, Tick())
         return found
 
 
@@ -265,6 +275,11 @@ class LeaseTable:
     def next_expiry(self) -> float | None:
         """When the first lease lapses, in the clock's seconds; None without leases."""
         return min((lease.expires_at for lease in self.leases.values()), default=None)
+
+    def extended(self, now: float) -> LeaseTable:
+        """Each lease as if it had just been renewed."""
+        leases = {i: evolve(one, expires_at=now + one.ttl_s) for i, one in self.leases.items()}
+        return evolve(self, leases=leases)
 
 
 def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[Change], bool]:

@@ -61,10 +61,13 @@ class FrontendAgent:
         # All front doors share one port; a socket per process identifies which one answers.
         self._socket = config_file.parent / f"{name}.sock"
         argv = (sys.executable, "-m", "commutator.frontend.process")
-        self._plan = LaunchPlan(
-            argv=(*argv, str(config_file), str(self._socket)), address=str(self._socket), env=env
-        )
         self._grace_s = runtime.drain_timeout_s + _EXIT_S
+        self._plan = LaunchPlan(
+            argv=(*argv, str(config_file), str(self._socket)),
+            address=str(self._socket),
+            env=env,
+            drain_s=self._grace_s,
+        )
         self._patience = patience
         self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
 

@@ -6,9 +6,9 @@ counted in it, for a few nanoseconds a byte and without an object for each value
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,35 +79,58 @@ MAX_CONTAINERS = 50_000
 MAX_VALUES = 1 << 20
 """Values of lists and objects: as many token ids as the longest prompt has."""
 
+MAX_KEYS = 2_048
+"""Of one object: each becomes a string and an entry, also where nobody looks for it."""
+
 _ALL = bytes(range(256))
-_NEITHER_QUOTE_NOR_MARK = bytes(set(_ALL) - set(b'"[]{},'))
-_BRACKETS = bytes.maketrans(b"[{]}", b"++--")
+_NEITHER_QUOTE_NOR_MARK = bytes(set(_ALL) - set(b'"[]{},:'))
+_BRACKET_OR_COLONS = re.compile(rb"[][{}]|:+")
+_OPENING, _CLOSING = (b"[", b"{"), (b"]", b"}")
 
 
 def check_json(text: bytes) -> None:
-    """Raise RequestError if ``text`` has too many values, or is nested too deeply.
+    """Raise RequestError if ``text`` has too many values or keys, or is nested too deeply.
 
     What is counted is exact up to the first mistake in the text, where decoding ends.
     """
     opened = text.count(b"[") + text.count(b"{")
-    if opened <= MAX_DEPTH and opened + text.count(b",") <= MAX_VALUES:
+    few = opened <= MAX_DEPTH and text.count(b":") <= MAX_KEYS
+    if few and opened + text.count(b",") <= MAX_VALUES:
         return  # even if each of them stands outside of strings
     marks = _outside_strings(text)
-    brackets = marks.translate(None, b",")
-    containers = brackets.count(b"[") + brackets.count(b"{")
+    containers = marks.count(b"[") + marks.count(b"{")
     if containers > MAX_CONTAINERS:
         _refuse(f"at most {MAX_CONTAINERS} objects and lists", containers)
     values = containers + marks.count(b",")
     if values > MAX_VALUES:
         _refuse(f"at most {MAX_VALUES} values", values)
-    steps = (1 if mark == ord("+") else -1 for mark in brackets.translate(_BRACKETS))
-    depth = max(accumulate(steps), default=0)
+    depth, keys = _depth_and_keys(marks.translate(None, b","))
     if depth > MAX_DEPTH:
         _refuse(f"at most {MAX_DEPTH} objects and lists inside one another", depth)
+    if keys > MAX_KEYS:
+        _refuse(f"at most {MAX_KEYS} keys in one object", keys)
+
+
+def _depth_and_keys(marks: bytes) -> tuple[int, int]:
+    """How deep the brackets are nested, and the most colons directly in a pair of them."""
+    depth = most = 0
+    keys: list[int] = []
+    for mark in _BRACKET_OR_COLONS.findall(marks):
+        if mark in _OPENING:
+            keys.append(0)
+            depth = max(depth, len(keys))
+        elif not keys:
+            break  # a mistake
+        elif mark in _CLOSING:
+            keys.pop()
+        else:
+            keys[-1] += len(mark)
+            most = max(most, keys[-1])
+    return depth, most
 
 
 def _outside_strings(text: bytes) -> bytes:
-    """The brackets and commas of ``text`` that are not part of a string."""
+    """The brackets, commas and colons of ``text`` that are not part of a string."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = text.translate(None, _NEITHER_QUOTE_NOR_MARK)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import boto3
 from attrs import frozen
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     NoCredentialsError,
     PartialCredentialsError,
 )
+from botocore.httpsession import URLLib3Session
+from urllib3.exceptions import HTTPError
 
 from commutator.errors import TierError
 from commutator_s3.config import S3TierConfig
@@ -25,6 +30,9 @@ __all__ = ["Bucket", "Credentials", "FoundObject"]
 
 _DELETED_AT_ONCE = 1000
 """S3's limit of keys in one request."""
+_LONGEST_ANSWER_BYTES = 8 << 20
+"""Of a look-up, list, deletion or error. A list of 1,000 long names has about 2 MiB."""
+_PIECE_BYTES = 1 << 16
 _FIRST_WAVE = 4
 _GROWTH = 4
 _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
@@ -47,6 +55,16 @@ class FoundObject:
     size_bytes: int
 
 
+@frozen
+class _Whole:
+    """An answer that was read, as boto3 reads it."""
+
+    content: bytes
+
+    def stream(self) -> Iterator[bytes]:
+        yield self.content
+
+
 class Bucket:
     """One bucket. Every method waits for the network, and raises TierError with advice."""
 
@@ -57,6 +75,12 @@ class Bucket:
         self._region = config.region
         self._waves = config.max_concurrency
         self._pool = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="s3")
+        self._timeout_s = config.request_timeout_s
+        self._session = URLLib3Session(
+            verify=config.ca_file or True,
+            timeout=config.request_timeout_s,
+            max_pool_connections=config.max_concurrency,
+        )
         with self._explained():
             self._client = boto3.session.Session().client(
                 "s3",
@@ -65,18 +89,15 @@ class Bucket:
                 aws_access_key_id=credentials.access_key,
                 aws_secret_access_key=credentials.secret_key,
                 aws_session_token=credentials.session_token,
-                verify=config.ca_file,
                 config=Config(
                     s3={"addressing_style": "path" if config.path_style else "virtual"},
-                    max_pool_connections=config.max_concurrency,
-                    connect_timeout=config.request_timeout_s,
-                    read_timeout=config.request_timeout_s,
                     retries={"total_max_attempts": 2, "mode": "standard"},
                     # The header inside each object has a checksum; simple servers know no trailers.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                 ),
             )
+        self._client.meta.events.register("before-send.s3", self._send)
 
     def check(self, *, create: bool) -> None:
         """Check that the bucket can be listed; with ``create``, create a missing one."""
@@ -128,6 +149,43 @@ class Bucket:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+        self._session.close()
+
+    def _send(self, request: AWSPreparedRequest, event_name: str = "", **_: object) -> AWSResponse:
+        """Send a request in place of boto3, which reads answers without end.
+
+        Redirects are not followed. To follow one, boto3 first asks for the bucket's region by
+        HeadBucket, which nothing here does.
+        """
+        last_s = time.monotonic() + 2 * self._timeout_s
+        request.stream_output = True
+        response = self._session.send(request)
+        moved = 300 <= response.status_code < 400  # noqa: PLR2004
+        if moved or event_name.endswith("HeadBucket"):
+            response.raw.close()
+            region = response.headers.get("x-amz-bucket-region", "another region")
+            raise TierError(
+                f"{self._where}: the bucket is in {region}, or elsewhere: HTTP "
+                f"{response.status_code}; set region or endpoint, as redirects are not followed"
+            )
+        content = bytearray()
+        while piece := self._piece(response):
+            content += piece
+            late = time.monotonic() > last_s
+            if late or len(content) > _LONGEST_ANSWER_BYTES:
+                response.raw.close()
+                most = f"{2 * self._timeout_s:g} s" if late else f"{_LONGEST_ANSWER_BYTES} bytes"
+                raise TierError(f"{self._where}: an answer did not end within {most}")
+        response.raw.release_conn()
+        whole = _Whole(bytes(content))
+        return AWSResponse(response.url, response.status_code, response.headers, whole)
+
+    @staticmethod
+    def _piece(response: AWSResponse) -> bytes:
+        try:
+            return cast("bytes", response.raw.read1(_PIECE_BYTES))
+        except HTTPError as error:
+            raise ConnectionClosedError(endpoint_url=response.url) from error
 
     def _first(self, names: Sequence[str]) -> FoundObject | None:
         for name in names:
