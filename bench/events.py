@@ -32,10 +32,10 @@ from commutator.contract.block import BlockStored
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.routing import RouterConfig
 from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
-from commutator.kv_events import EventPublisher
 from commutator.kv_events.relay import EventRelay
 from commutator.plugins import load_plugins
 from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator_engine_kit import EventPublisher
 from commutator_nats.config import NatsConfig
 
 WORKERS = 4

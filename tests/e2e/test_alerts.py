@@ -243,7 +243,7 @@ def test_more_is_asked_for_than_the_workers_can_do(tmp_path: Path) -> None:
 ENGINE_THAT_LOSES_EVENTS = """
 from commutator import hookimpl
 from commutator_engine_kit import engine_command, run_engine_process
-from commutator.kv_events import EventPublisher
+from commutator_engine_kit import EventPublisher
 from commutator_sim.config import SimConfig
 from commutator_sim.plugin import SimConnector
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commutator.kv_events import EventPublisher
+from commutator_engine_kit import EventPublisher
 
 CONNECTIONS = 4000
 MOST_GROWTH_BYTES = 8 << 20

@@ -25,11 +25,11 @@ from tests.support.fuzz_target import (
     publish_events,
 )
 
-from commutator.kv_events import EventPublisher
 from commutator.launcher.child import calm_garbage_collector
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.trust import Network, RunSecret, TlsFiles, adopt, refused_connections
+from commutator_engine_kit import EventPublisher
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.server import TokenApiServer
 

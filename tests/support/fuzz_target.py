@@ -34,7 +34,6 @@ from commutator.contract.tier import RemoteAgent
 from commutator.contract.worker import Role
 from commutator.demand import DoorReports
 from commutator.frontend.demand import DemandCounter, PlannerLink
-from commutator.kv_events import EventPublisher
 from commutator.launcher.child import calm_garbage_collector
 from commutator.launcher.ports import reserved_port
 from commutator.planning import FleetPlanner
@@ -45,6 +44,7 @@ from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
 from commutator.supervisor.planner.loop import PlannedFleet, PlannerLoop, Surroundings
 from commutator.supervisor.planner.service import PlannerService
+from commutator_engine_kit import EventPublisher
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator_engine_kit.server import TokenApiServer

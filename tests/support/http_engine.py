@@ -13,7 +13,7 @@ import sys
 from aiohttp import web
 
 from commutator.contract.block import BlockStored
-from commutator.kv_events.publisher import EventPublisher
+from commutator_engine_kit import EventPublisher
 
 BLOCK = 16
 STEP_S = 0.02

@@ -134,42 +134,32 @@ class _Listener:
         self.function(**chosen)
 
 
-SEAMS: Sequence[tuple[str, str, str, type[Any], Callable[[Any], str | None]]] = (
-    (
-        "engine",
-        "engines",
-        "engine",
-        EngineConfig,
-        _instance_of(EngineConnector, "an EngineConnector"),
-    ),
-    ("router", "routers", "router", RouterConfig, _must_be_factory),
-    ("route_stage", "stages", "stage", RouteStage, _must_be_concrete),
-    ("disagg", "disaggs", "disaggregation", DisaggregationConfig, _must_be_factory),
-    ("fairness", "fairness", "fairness", FairnessConfig, _must_be_factory),
-    ("tier", "tiers", "tier", TierConfig, _must_be_factory),
-    ("eviction", "evictions", "eviction", EvictionConfig, _must_be_factory),
-    ("observer", "observers", "observer", ObserverConfig, _must_be_factory),
-    ("authenticator", "authenticators", "authenticator", AuthenticatorConfig, _must_be_factory),
-    ("limiter", "limiters", "limiter", LimiterConfig, _must_be_factory),
-    ("door", "doors", "door", DoorConfig, _instance_of(Door, "a Door")),
-    ("protocol", "protocols", "protocol", ProtocolConfig, _instance_of(Protocol, "a Protocol")),
-    (
-        "response_store",
-        "response_stores",
-        "response store",
-        ResponseStoreConfig,
-        _must_be_factory,
-    ),
-    ("parser", "parsers", "parser", ParserConfig, _must_be_factory),
-    ("operations", "operations", "operations", OperationsConfig, _must_be_factory),
-    ("registry", "registries", "registry", RegistryConfig, _must_be_factory),
-    ("launcher", "launchers", "launcher", LauncherConfig, _must_be_factory),
-    ("event_bus", "event_buses", "event bus", EventBusConfig, _must_be_factory),
-    ("planner", "planners", "planner", PlannerConfig, _must_be_factory),
-    ("tuning", "tunings", "tuning", TuningConfig, _must_be_factory),
+SEAMS: Sequence[tuple[str, str, type[Any], Callable[[Any], str | None]]] = (
+    ("engine", "engines", EngineConfig, _instance_of(EngineConnector, "an EngineConnector")),
+    ("router", "routers", RouterConfig, _must_be_factory),
+    ("route_stage", "stages", RouteStage, _must_be_concrete),
+    ("disagg", "disaggs", DisaggregationConfig, _must_be_factory),
+    ("fairness", "fairness", FairnessConfig, _must_be_factory),
+    ("tier", "tiers", TierConfig, _must_be_factory),
+    ("eviction", "evictions", EvictionConfig, _must_be_factory),
+    ("observer", "observers", ObserverConfig, _must_be_factory),
+    ("authenticator", "authenticators", AuthenticatorConfig, _must_be_factory),
+    ("limiter", "limiters", LimiterConfig, _must_be_factory),
+    ("door", "doors", DoorConfig, _instance_of(Door, "a Door")),
+    ("protocol", "protocols", ProtocolConfig, _instance_of(Protocol, "a Protocol")),
+    ("response_store", "response_stores", ResponseStoreConfig, _must_be_factory),
+    ("parser", "parsers", ParserConfig, _must_be_factory),
+    ("operations", "operations", OperationsConfig, _must_be_factory),
+    ("registry", "registries", RegistryConfig, _must_be_factory),
+    ("launcher", "launchers", LauncherConfig, _must_be_factory),
+    ("event_bus", "event_buses", EventBusConfig, _must_be_factory),
+    ("planner", "planners", PlannerConfig, _must_be_factory),
+    ("tuning", "tunings", TuningConfig, _must_be_factory),
 )
 """For each hook NAME_register: NAME, the catalog of ``PluginHost`` that it fills, and the catalog's
-``Catalog.seam``, ``config_base`` and ``check``."""
+``Catalog.config_base`` and ``check``."""
+_SEAM = {"disagg": "disaggregation", "route_stage": "stage"}
+"""``Catalog.seam`` of a hook, where it is not its NAME."""
 
 
 class PluginHost(PromptObserver):
@@ -199,7 +189,8 @@ class PluginHost(PromptObserver):
     def __init__(self) -> None:
         self._catalogs: dict[str, Catalog[Any]] = {}
         """By the hook that fills it."""
-        for hook, attribute, seam, config_base, check in SEAMS:
+        for hook, attribute, config_base, check in SEAMS:
+            seam = _SEAM.get(hook, hook.replace("_", " "))
             catalog: Catalog[Any] = Catalog(seam, config_base, check)
             self._catalogs[f"{hook}_register"] = catalog
             setattr(self, attribute, catalog)

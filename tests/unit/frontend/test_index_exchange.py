@@ -17,7 +17,6 @@ from tests.unit.routing.test_index_sharing import knows, view_of, worker
 
 from commutator.contract.block import BlockStored
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
-from commutator.kv_events.publisher import EventPublisher
 from commutator.registry.client import connect
 from commutator.registry.hub import Hub
 from commutator.registry.index_exchange import SERVICE, IndexExchange
@@ -25,6 +24,7 @@ from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
+from commutator_engine_kit import EventPublisher
 
 MODEL = "m/0"
 

@@ -10,7 +10,7 @@ import zmq
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, EventBatch
 from commutator.kv_events.codec import decode_batch, encode_batch
-from commutator.kv_events.publisher import EventPublisher
+from commutator_engine_kit import EventPublisher
 
 STORED = BlockStored(
     block_hashes=(2**64 - 1, 5),

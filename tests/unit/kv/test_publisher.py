@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.block import BlockStored
-from commutator.kv_events.publisher import EventPublisher, MessageHistory, _Replay
+from commutator.kv_events.publisher import MessageHistory, _Replay
 from commutator.trust import SECRET_FILE, RunSecret
+from commutator_engine_kit import EventPublisher
 
 STORED = BlockStored(
     block_hashes=(1,),

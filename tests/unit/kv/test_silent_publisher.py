@@ -8,8 +8,8 @@ from contextlib import suppress
 from attrs import evolve
 
 from commutator.contract.block import BlocksCleared
-from commutator.kv_events import EventPublisher
 from commutator.kv_events.zmq_bus import ZmqEventBus
+from commutator_engine_kit import EventPublisher
 
 IN_TIME_S = 8.0
 """3 s until the silence counts, a second for each attempt, and time for a loaded machine."""

@@ -12,9 +12,9 @@ from commutator.contract.block import BlockStored
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
 from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
-from commutator.kv_events.publisher import EventPublisher
 from commutator.routing.prefix_index.health import Cause
 from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator_engine_kit import EventPublisher
 
 PROMPT = list(range(100, 150))
 

@@ -25,10 +25,10 @@ from tests.unit.routing.fake_engine import (
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored
 from commutator.contract.routing import RouterConfig, WorkerRank
 from commutator.contract.worker import EventSource
-from commutator.kv_events.publisher import EventPublisher
 from commutator.kv_events.subscriber import SourceTimes
 from commutator.routing.prefix_index.health import Cause
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
+from commutator_engine_kit import EventPublisher
 
 ONLY_ON_CONNECTING = SourceTimes(replay_timeout_s=0.3, settle_s=60, check_interval_s=60)
 

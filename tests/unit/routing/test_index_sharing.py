@@ -16,7 +16,6 @@ from tests.unit.routing.fake_engine import HASHES, SIZE, info, stored, until
 from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
 from commutator.contract.worker import WorkerRecord
 from commutator.frames import pack
-from commutator.kv_events.publisher import EventPublisher
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
 from commutator.routing.prefix_index.snapshot import (
     CODECS,
@@ -25,6 +24,7 @@ from commutator.routing.prefix_index.snapshot import (
     IndexSharing,
     SnapshotCodec,
 )
+from commutator_engine_kit import EventPublisher
 
 MODEL = "m/0"
 SILENCE_S = 0.2

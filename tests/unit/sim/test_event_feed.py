@@ -11,8 +11,8 @@ import pytest
 from tests.support.sim_config import sim_config
 
 from commutator.contract.block import BlockRemoved, BlockStored, CacheLevel, KvEvent
-from commutator.kv_events.publisher import EventPublisher
 from commutator.routing.prefix_index.index import PrefixIndex
+from commutator_engine_kit import EventPublisher
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 from commutator_sim.kv_events import EventFeed, block_keys
 from commutator_sim.model import SimModel

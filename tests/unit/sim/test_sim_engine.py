@@ -14,7 +14,7 @@ from commutator import AdapterIdentity
 from commutator.contract.block import BlockRemoved, BlockStored, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import EngineOverloadedError, RequestError
-from commutator.kv_events.publisher import EventPublisher
+from commutator_engine_kit import EventPublisher
 from commutator_sim.config import SimConfig, SimTier
 from commutator_sim.engine import SimEngine
 from commutator_sim.kv_events import block_keys

@@ -23,13 +23,13 @@ from commutator.engine.protocol import SERVICE as TOKEN_API
 from commutator.errors import EngineUnavailableError
 from commutator.frames import FrameProtocol
 from commutator.kv_events.curve import SERVICE as KV_EVENTS
-from commutator.kv_events.publisher import EventPublisher
 from commutator.kv_events.zmq_bus import replay_messages
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.registry.server import RegistryServer
 from commutator.trust import ClientGate, RunSecret, adopt, refused_connections
 from commutator.trust.identity import Kind
+from commutator_engine_kit import EventPublisher
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator_engine_kit.kv.transfer.sources import Connection

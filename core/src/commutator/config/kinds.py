@@ -101,7 +101,7 @@ def config_converter(
 
 
 _CATALOGS: Mapping[type[Any], str] = {
-    **{base: catalog for _, catalog, _, base, _ in SEAMS if base is not RouteStage},
+    **{base: catalog for _, catalog, base, _ in SEAMS if base is not RouteStage},
     **dict.fromkeys((Filter, Scorer, Picker), "stages"),
 }
 """The base class of each section with kinds, and the catalog of ``PluginHost`` with its kinds."""

@@ -180,12 +180,7 @@ class HeldPlace:
     async def __aenter__(self) -> None:
         await self._limiter.enter(self._caller)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._limiter.leave(self._caller.principal, self._caller.weight)
 
 

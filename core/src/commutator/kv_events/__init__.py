@@ -1,4 +1,4 @@
-"""KV events on the wire: their encoding, and their publisher at an engine."""
+"""KV events on the wire: their encoding, and what publishes them."""
 
 from commutator.kv_events.codec import (
     SEAL_BYTES,
@@ -7,11 +7,11 @@ from commutator.kv_events.codec import (
     seal_message,
     unseal_message,
 )
-from commutator.kv_events.publisher import EventPublisher, bind_private
+from commutator.kv_events.publisher import MessagePublisher, bind_private
 
 __all__ = [
     "SEAL_BYTES",
-    "EventPublisher",
+    "MessagePublisher",
     "bind_private",
     "decode_batch",
     "encode_batch",

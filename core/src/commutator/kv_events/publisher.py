@@ -1,4 +1,4 @@
-"""Publishes KV events over ZMQ, and replays missed messages."""
+"""Publishes messages of KV events over ZMQ, and replays missed ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 
 import zmq
 
-from commutator.contract.block import EventBatch, KvEvent
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineError
-from commutator.kv_events.codec import encode_batch
 from commutator.kv_events.curve import ReaderGuard, network_to_guard
 from commutator.trust import in_url, network_of_this_process, run_folder, secret_of_this_process
 
 __all__ = [
     "RELAYED_BYTES",
     "RELAYED_MESSAGES",
-    "EventPublisher",
     "MessageHistory",
     "MessagePublisher",
     "bind_private",
@@ -208,29 +205,6 @@ class MessagePublisher:
                 return None
             raise
         return True
-
-
-class EventPublisher(MessagePublisher):
-    """Publishes the events of one data-parallel rank of an engine."""
-
-    def __init__(
-        self,
-        host: str = "127.0.0.1",
-        *,
-        topic: str = "",
-        data_parallel_rank: int = 0,
-        keep_messages: int = 10_000,
-    ) -> None:
-        self._rank = data_parallel_rank
-        super().__init__(host, topic=topic, keep_messages=keep_messages)
-
-    def publish(self, events: Sequence[KvEvent]) -> None:
-        """Queue one message with these events. Never blocks; any thread may call it."""
-        if events:
-            batch = EventBatch(
-                timestamp_s=time.time(), events=tuple(events), data_parallel_rank=self._rank
-            )
-            self.send(partial(encode_batch, batch))
 
 
 class _Replay:

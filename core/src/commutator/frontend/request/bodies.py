@@ -85,7 +85,6 @@ MAX_KEYS = 2_048
 _ALL = bytes(range(256))
 _NEITHER_QUOTE_NOR_MARK = bytes(set(_ALL) - set(b'"[]{},:'))
 _BRACKET_OR_COLONS = re.compile(rb"[][{}]|:+")
-_OPENING, _CLOSING = (b"[", b"{"), (b"]", b"}")
 
 
 def check_json(text: bytes) -> None:
@@ -116,12 +115,12 @@ def _depth_and_keys(marks: bytes) -> tuple[int, int]:
     depth = most = 0
     keys: list[int] = []
     for mark in _BRACKET_OR_COLONS.findall(marks):
-        if mark in _OPENING:
+        if mark in b"[{":
             keys.append(0)
             depth = max(depth, len(keys))
         elif not keys:
             break  # a mistake
-        elif mark in _CLOSING:
+        elif mark in b"]}":
             keys.pop()
         else:
             keys[-1] += len(mark)

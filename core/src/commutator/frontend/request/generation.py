@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from attrs import define
@@ -454,12 +453,7 @@ class Generation:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._held.give_back(self._held.count)
         if self._merging is not None:
             await self._merging.aclose()

@@ -18,12 +18,14 @@ from commutator_engine_kit.faces import face
 if TYPE_CHECKING:
     from commutator.launcher.child import log_to_stderr, told_to_stop
     from commutator.launcher.ports import free_ports
+    from commutator_engine_kit.events import EventPublisher
     from commutator_engine_kit.process import EngineStart, engine_command, run_engine_process
     from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
 
 __all__ = [
     "Emit",
     "EngineStart",
+    "EventPublisher",
     "TokenApiServer",
     "TokenEngine",
     "engine_command",

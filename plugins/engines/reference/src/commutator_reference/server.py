@@ -16,9 +16,8 @@ from attrs import evolve
 from commutator import EngineInfo, GenerateRequest
 from commutator.contract.worker import TierContents, TransferStatistics
 from commutator.errors import ConfigError
-from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
-from commutator_engine_kit import Emit, EngineStart, TokenEngine
+from commutator_engine_kit import Emit, EngineStart, EventPublisher, TokenEngine
 from commutator_engine_kit.kv import KvAdmin, KvConnector
 from commutator_engine_kit.pytorch import prepare_pytorch
 from commutator_reference.arena import KVArena

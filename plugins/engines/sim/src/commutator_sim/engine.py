@@ -24,9 +24,8 @@ from commutator import (
 )
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError, EngineOverloadedError, RequestError
-from commutator.kv_events import EventPublisher
 from commutator.tokenizer import TextModel
-from commutator_engine_kit import Emit, TokenEngine
+from commutator_engine_kit import Emit, EventPublisher, TokenEngine
 from commutator_engine_kit.kv.transfer import (
     DecodeTransferParams,
     PrefillTransferParams,

@@ -11,7 +11,7 @@ from attrs import define, evolve
 from xxhash import xxh3_64_intdigest
 
 from commutator.contract.block import BlockRemoved, BlockStored, KvEvent
-from commutator.kv_events import EventPublisher
+from commutator_engine_kit import EventPublisher
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 
 __all__ = ["EventFeed", "block_keys", "root_key"]

@@ -19,7 +19,7 @@ from msgspec import json
 
 from commutator import EngineInfo, EngineLoad, OptionType, RequestOption
 from commutator.errors import EngineError, EngineUnavailableError
-from commutator.kv_events import EventPublisher
+from commutator_engine_kit import EventPublisher
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList, Version
 from commutator_engine_kit.http import HttpServer
 from commutator_trtllm.client import INFO, LOAD, SidecarInfo

@@ -14,10 +14,11 @@ from attrs import evolve, frozen
 from commutator import EventSource
 from commutator.contract.block import BlockStored
 from commutator.contract.event_bus import EventBus, EventChannel, Message
-from commutator.kv_events import EventPublisher, decode_batch
+from commutator.kv_events import decode_batch
 from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.sequence import SequenceCounters
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
+from commutator_engine_kit import EventPublisher
 from commutator_testing.shared import TEST_ENGINE, make_record, until
 
 __all__ = ["BusFaults", "EventBusContract", "EventReader", "FaultyBus", "WorkerEvents"]
