@@ -52,6 +52,8 @@ class Call(ABC):
     number of ``write`` and ``end``.
     """
 
+    path_attribute = "http.route"
+    """The name of its path in spans."""
     protocol: MountedProtocol | None = None
     """Whose request it is; None on paths of no protocol."""
     principal: Principal = ANONYMOUS
@@ -189,7 +191,7 @@ class Call(ABC):
         """``answer``, inside a span of the client's trace if tracing is on."""
         if tracing.tracer is None:
             return answer
-        return tracing.in_span(name, self.headers, {"http.route": self.path}, answer)
+        return tracing.in_span(name, self.headers, {self.path_attribute: self.path}, answer)
 
     def time_limit(self) -> TimeLimit:
         """The deadline of the request: the server's, or an earlier one that the client sent.

@@ -70,6 +70,8 @@ class DoorParts:
 class RpcCall(Call):
     """What a message of a stream and a call of its own have in common."""
 
+    path_attribute = "rpc.method"
+
     def __init__(
         self,
         parts: DoorParts,

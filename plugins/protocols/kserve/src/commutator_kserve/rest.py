@@ -10,7 +10,7 @@ import msgspec
 
 from commutator import Route
 from commutator.contract.answer import AnswerWriter, Failure
-from commutator.frontend import Call, Plan, parse_object, traced
+from commutator.frontend import Call, Plan, parse_object
 from commutator.frontend.values import optional, wrong
 from commutator_kserve.inference import Inference, from_generate, from_json
 from commutator_kserve.models import (
@@ -111,7 +111,7 @@ async def _ask(call: Call) -> None:
     if what not in asked:
         raise Failure(404, "expected infer, generate or generate_stream", "not_found")
     work = asked[what](call, model, version)
-    await traced("infer", call.headers, {"http.route": call.endpoint}, work)
+    await call.traced("infer", work)
 
 
 async def _infer(call: Call, model: str, version: str) -> None:

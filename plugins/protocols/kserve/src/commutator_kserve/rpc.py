@@ -10,7 +10,7 @@ from typing import Any
 from commutator import Route
 from commutator.contract.answer import AnswerWriter
 from commutator.errors import RequestError
-from commutator.frontend import Call, Plan, traced
+from commutator.frontend import Call, Plan
 from commutator_kserve.inference import Inference, from_message
 from commutator_kserve.messages import SERVICE, message, parsed
 from commutator_kserve.models import (
@@ -81,7 +81,7 @@ async def _infer(call: Call) -> None:
             writer = partial(_writer, call, MessageForm)
             await serve(call, inference, limit, MessageForm, writer, streams=False)
 
-    await traced("infer", call.headers, {"rpc.method": call.path}, serving())
+    await call.traced("infer", serving())
 
 
 async def _stream_infer(call: Call) -> None:
@@ -105,7 +105,7 @@ async def _stream_infer(call: Call) -> None:
                 if not running:
                     _all_running(call).pop(inference.id, None)
 
-    await traced("infer", call.headers, {"rpc.method": call.path}, serving())
+    await call.traced("infer", serving())
 
 
 def _writer(call: Call, form: type[MessageForm], plan: Plan, inference: Inference) -> AnswerWriter:
