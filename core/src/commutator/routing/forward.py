@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, Self
 
 from commutator.contract.engine import ForwardedAnswer
@@ -83,12 +82,7 @@ class Forward:
         self.route.worker.requests += 1
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.route.worker.requests -= 1
         self._routing.load.release(self._ticket)
         if isinstance(error, EngineUnavailableError):
