@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ __all__ = [
     "IoFaults",
     "TierFaults",
     "damage",
+    "rewrite",
 ]
 
 _POLL_S = 0.005
@@ -290,9 +291,17 @@ def damage(tier: StorageTier, stored: StoredBlock, where: int, *, all_behind: bo
     Returns whether the block changed. Raises ValueError for a tier whose bytes are neither in this
     process's memory nor in files.
     """
+    changed: list[bool] = []
+    rewrite(tier, stored, lambda data: changed.append(_spoil(data, where, all_behind=all_behind)))
+    return changed[0]
+
+
+def rewrite(tier: StorageTier, stored: StoredBlock, change: Callable[[memoryview], object]) -> None:
+    """Let ``change`` change the bytes of a block on its medium. Raises ValueError as ``damage``."""
     span, region = tier.place(stored.slot, stored.size_bytes)
     if tier.memory is Memory.DRAM and tier.peer(stored.slot) is None:
-        return _spoil(bytes_at(span), where, all_behind=all_behind)
+        change(bytes_at(span))
+        return
     if tier.memory is not Memory.FILE:
         raise ValueError(f"the bytes of {tier.medium} cannot be reached from here")
     name = "" if region is None else region.name.partition(":")[2]
@@ -300,10 +309,9 @@ def damage(tier: StorageTier, stored: StoredBlock, where: int, *, all_behind: bo
     with path.open("rb+", buffering=0) as file:
         file.seek(span.address)
         data = memoryview(bytearray(file.read(stored.size_bytes)))
-        changed = _spoil(data, where, all_behind=all_behind)
+        change(data)
         file.seek(span.address)
         file.write(data)
-    return changed
 
 
 def _spoil(data: memoryview, where: int, *, all_behind: bool) -> bool:

@@ -30,7 +30,7 @@ from commutator.engine.client import TokenApiClient
 from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_engine_kit.kv.transfer.puller import PullTimes
 from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
-from commutator_reference.arena import KVArena
+from commutator_reference.decoder import DecoderModel
 from commutator_reference.engine import ReferenceEngine
 from commutator_reference.handover import Handover
 
@@ -58,6 +58,8 @@ class TinyOptions:
     """After this number of steps it hangs for ever."""
     silence_s: float = 30.0
     seed: int = 0
+    family: str | None = None
+    """Which of ``grouped_models`` it serves; None: a tiny Llama model."""
     host: str = "127.0.0.1"
 
 
@@ -67,7 +69,7 @@ class TinyWorker(TokenEngine):
     def __init__(self, options: TinyOptions) -> None:
         self.options = options
         self.engine = ReferenceEngine(
-            tiny_model(seed=options.seed),
+            tiny_model(seed=options.seed) if options.family is None else _grouped(options.family),
             *sized(
                 num_blocks=options.num_blocks,
                 block_size=options.block_size,
@@ -75,11 +77,9 @@ class TinyWorker(TokenEngine):
                 max_tokens_per_step=options.max_tokens_per_step,
             ),
         )
-        arena = self.engine.arena
-        assert isinstance(arena, KVArena)
         self.handed = Handover(
             IDENTITY,
-            arena,
+            self.engine.arena,
             self.engine.pool,
             agent_name=f"tiny-{uuid.uuid4().hex}",
             wake=self.engine.wake,
@@ -113,7 +113,7 @@ class TinyWorker(TokenEngine):
             version="0",
             model="tiny",
             max_model_len=self.engine.max_model_len,
-            block_size=self.options.block_size,
+            block_size=self.engine.block_size,
             kv_capacity_blocks=self.options.num_blocks,
             handover=self.handed.info,
             continues_answers=True,
@@ -139,6 +139,14 @@ class TinyWorker(TokenEngine):
         if self._thread is not None:
             self._thread.join()
         self.handed.stop()
+
+
+def _grouped(family: str) -> DecoderModel:
+    import torch
+    from tests.support.grouped_models import grouped_model
+
+    torch.set_num_threads(1)
+    return grouped_model(family)
 
 
 @frozen(eq=False)

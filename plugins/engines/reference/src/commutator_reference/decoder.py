@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu, softplus
 
 from commutator_engine_kit.kv import KvGroup, KvKind
+from commutator_reference.block_pool import NOTHING
 from commutator_reference.delta_net import delta_rule, delta_step
 from commutator_reference.experts import Mlp
 from commutator_reference.model import Abandoned, rope_tables, rotate_, sampled_logits
@@ -127,7 +128,7 @@ def _batch(chunks: Sequence[Chunk], plan: PagePlan, device: torch.device) -> Dec
         tables = [chunk.tables[number] for chunk in ordered]
         if group.kind is KvKind.RECURRENT:
             pieces.append(())
-            states.append(_group_states(ordered, starts, tables, size, device))
+            states.append(_group_states(group, ordered, starts, tables, device))
         else:
             pieces.append(tuple(_pieces(group, ordered, starts, tables, device)))
             states.append(None)
@@ -164,6 +165,8 @@ def _pieces(
 ) -> list[_Piece]:
     size = group.block_size
     spans = [(group.first_needed(c.start), -(-c.end // size)) for c in chunks]
+    for table, (first, stop) in zip(tables, spans, strict=True):
+        _must_be_there(group, table[first:stop], stop - first)
     singles = sum(len(chunk.token_ids) == 1 for chunk in chunks)
     pieces, at = [], 0
     padded = [1 << (stop - first - 1).bit_length() for first, stop in spans[:singles]]
@@ -205,17 +208,26 @@ def _seen(group: KvGroup, queries: Tensor, where: Tensor) -> Tensor:
     return seen
 
 
+def _must_be_there(group: KvGroup, pages: Sequence[int], count: int) -> None:
+    """Raise ValueError where a page that would be read or written was released, or never found."""
+    if len(pages) != count or NOTHING in pages:
+        raise ValueError(f"a {group.kind} group needs {count} pages, and has {list(pages)}")
+
+
 def _group_states(
+    group: KvGroup,
     chunks: Sequence[Chunk],
     starts: Sequence[int],
     tables: Sequence[Sequence[int]],
-    size: int,
     device: torch.device,
 ) -> _States:
+    size = group.block_size
     rows, read, write = [], [], []
     runs: list[tuple[slice, int | None, tuple[tuple[int, int], ...]]] = []
     for chunk, at, table in zip(chunks, starts, tables, strict=True):
-        source = table[(chunk.start - 1) // size] if chunk.start else None
+        first, stop = max(0, chunk.start - 1) // size, -(-chunk.end // size)
+        _must_be_there(group, table[first:stop], stop - first)
+        source = table[first] if chunk.start else None
         if len(chunk.token_ids) == 1 and source is not None:
             rows.append(at)
             read.append(source)

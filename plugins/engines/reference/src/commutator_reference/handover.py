@@ -14,8 +14,9 @@ from attrs import define, evolve, field
 from commutator import KvTransferInfo, Span
 from commutator.contract.block import CacheIdentity
 from commutator.contract.worker import TransferStatistics
-from commutator_engine_kit.kv import BlockArena, checksum
+from commutator_engine_kit.kv import BlockArena, KvGroup, checksum
 from commutator_engine_kit.kv.transfer import (
+    GROUPS_PROTOCOL,
     PROTOCOL,
     BlockExporter,
     BlockReader,
@@ -29,9 +30,11 @@ from commutator_engine_kit.kv.transfer import (
     ReadTarget,
     ReadyBlock,
     handover_keys,
+    handover_places,
 )
 from commutator_reference.arena import KVArena
-from commutator_reference.block_pool import BlockPool
+from commutator_reference.block_pool import NOTHING, BlockPool
+from commutator_reference.pages import PageArena
 from commutator_reference.scheduler import Hits, Sequence
 
 __all__ = [
@@ -49,8 +52,17 @@ _FIRST_PIECE_BYTES = 2 << 20
 _ABORTED = "the prefill was aborted or has failed"
 
 
-def _transfer_info(identity: CacheIdentity, arena: KVArena) -> KvTransferInfo:
-    """What another worker must match; blocks of other sizes can be converted."""
+def _transfer_info(identity: CacheIdentity, arena: KVArena | PageArena) -> KvTransferInfo:
+    """What another worker must match; blocks of other sizes can be converted, but not pages."""
+    if isinstance(arena, PageArena):
+        kinds = arena.handover_layout
+        digest = evolve(identity, layout=f"reference-2: {kinds}", block_size=0).digest.hex()
+        return KvTransferInfo(
+            protocol=GROUPS_PROTOCOL,
+            identity=f"{identity.model}, {identity.dtype}, layers: {kinds} ({digest})",
+            block_size=arena.block_size,
+            token_bytes=arena.token_bytes,
+        )
     layout = (
         f"reference-1: {arena.num_layers} layers, key and value, {arena.num_kv_heads} heads, "
         f"tokens, {arena.head_size}"
@@ -69,7 +81,7 @@ class Handover:
     def __init__(
         self,
         identity: CacheIdentity,
-        arena: KVArena,
+        arena: KVArena | PageArena,
         pool: BlockPool,
         *,
         agent_name: str,
@@ -85,21 +97,22 @@ class Handover:
         self.info = info = _transfer_info(identity, arena)
         """Has the exporter's address once it is started."""
         self._host = host
-        self._runs = arena.runs
+        self._runs = 1 if isinstance(arena, PageArena) else arena.runs
+        groups = arena.groups if isinstance(arena, PageArena) else ()
         self._blocks = arena.block_arena
         self._agent_name = agent_name
         self._reader = BlockReader(
             self._blocks,
             block_tokens=info.block_size,
-            runs=arena.runs,
+            runs=self._runs,
             agent_name=agent_name,
             parameters=parameters,
             host_bytes=arena.host_bytes,
         )
         self._exporter = BlockExporter(wake, memory=self._memory)
-        self._puller = Puller(self._reader, info, wake, times)
-        self.exports = Exports(self._exporter, info, self._blocks, pool, arena.host_bytes)
-        self.pulls = Pulls(self._puller, info, pool)
+        self._puller = Puller(self._reader, info, wake, times, groups)
+        self.exports = Exports(self._exporter, info, arena, pool)
+        self.pulls = Pulls(self._puller, info, pool, groups)
 
     def start(self) -> None:
         """From the event loop that serves the worker. Raises OSError."""
@@ -151,9 +164,26 @@ class Handover:
 class _Export:
     id: str
     sequence: Sequence
+    places: list[tuple[int, int]]
+    """Group and number of each block that is handed over, in the order of publication."""
     keys: list[bytes]
-    """Identities of the blocks that are handed over."""
+    """Their identities."""
     published: int = 0
+
+    @property
+    def ready(self) -> slice:
+        """Of ``places``: those that are computed and not published yet."""
+        sequence = self.sequence
+        last = max((number for _, number in self.places), default=-1)
+        end = self.published
+        while end < len(self.places):
+            group, number = self.places[end]
+            # What a window or a state needs at the boundary stays only when all before is computed.
+            needs = number if sequence.groups[group].keeps_prefix else last
+            if needs >= sequence.registered:
+                break
+            end += 1
+        return slice(self.published, end)
 
 
 class Exports:
@@ -163,15 +193,14 @@ class Exports:
         self,
         exporter: BlockExporter,
         info: KvTransferInfo,
-        blocks: BlockArena,
+        arena: KVArena | PageArena,
         pool: BlockPool,
-        host_bytes: Callable[[Span], memoryview],
     ) -> None:
-        """``host_bytes`` returns the bytes of a span of ``blocks``, for checksums."""
-        self._host_bytes = host_bytes
+        self._host_bytes: Callable[[Span], memoryview] = arena.host_bytes
         self._exporter = exporter
         self._info = info
-        self._blocks = blocks
+        self._groups: Many[KvGroup] = arena.groups
+        self._blocks: BlockArena = arena.block_arena
         self._pool = pool
         self._exports: dict[int, _Export] = {}
         self._checksums: dict[int, tuple[int, int]] = {}
@@ -191,9 +220,9 @@ class Exports:
         if not wanted:
             return "the decode side has given the hand-over up already"
         # The decode worker always computes the last token: it needs the logits.
-        count = (len(sequence.tokens) - 1) // self._info.block_size
-        keys = handover_keys(self._info, sequence.request)[:count]
-        self._exports[sequence.key] = _Export(params.pull, sequence, keys)
+        places = handover_places(self._groups, len(sequence.tokens))
+        keys = handover_keys(self._info, sequence.request, self._groups)
+        self._exports[sequence.key] = _Export(params.pull, sequence, places, keys)
         return None
 
     def advance(self) -> list[int]:
@@ -203,15 +232,16 @@ class Exports:
         """
         done: list[int] = []
         for key, export in self._exports.items():
-            end = min(export.sequence.registered, len(export.keys))
-            new = slice(export.published, end)
-            blocks = export.sequence.blocks[new]
+            new = export.ready
+            tables = export.sequence.tables
+            blocks = [tables[group][number] for group, number in export.places[new]]
+            assert NOTHING not in blocks, "a block that is handed over was released"
             wanted = self._exporter.hold(export.id, blocks)
             if wanted and blocks:
                 for block in blocks:
                     self._pool.acquire(block)
                 self._publish(export.id, blocks, export.keys[new])
-                export.published = end
+                export.published = new.stop
             if not wanted or export.published == len(export.keys):
                 done.append(key)
         for key in done:
@@ -266,6 +296,8 @@ class _Pull:
     """Index of the first block that is read."""
     chain: list[int] = field(factory=list)
     """Registered blocks of the prompt, from its first, held during the pull, in order."""
+    places: list[tuple[int, int]] = field(factory=list)
+    """Group and number of each of ``blocks``, where there are groups."""
     blocks: list[int] = field(factory=list)
     """Destination of the other blocks; includes those that were added to ``chain`` since."""
     over: PullResult | None = None
@@ -274,8 +306,16 @@ class _Pull:
 class Pulls:
     """The decode side: a request waits until its prompt's blocks are read."""
 
-    def __init__(self, puller: Puller, info: KvTransferInfo, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        puller: Puller,
+        info: KvTransferInfo,
+        pool: BlockPool,
+        groups: Many[KvGroup] = (),
+    ) -> None:
+        """``groups`` are those of a model whose blocks are handed over by groups."""
         self._puller = puller
+        self._groups = groups
         self._info = info
         self._pool = pool
         self._pulls: dict[int, _Pull] = {}
@@ -305,16 +345,37 @@ class Pulls:
             self._puller.drop(sequence.key)
             del self._pulls[sequence.key]
             return True
-        chain = hits.blocks[: first // size]
+        chain, positions = hits.blocks[: first // size], None
+        count = (end - first) // size
+        if self._groups:
+            chain, positions = self._missing(sequence)
+            count = len(positions)
         for block in chain:
             self._pool.acquire(block)
-        blocks = self._pool.allocate((end - first) // size)
+        blocks = self._pool.allocate(count)
         if blocks is None:
             self._pool.release(chain)
             return False
         pull.chain, pull.first, pull.blocks = chain, first // size, blocks
-        self._puller.set_destination(sequence.key, ReadTarget(first, end, tuple(blocks)))
+        if positions is not None:
+            places = handover_places(self._groups, len(sequence.tokens))
+            pull.places = [places[position] for position in positions]
+        target = ReadTarget(first, end, tuple(blocks), positions)
+        self._puller.set_destination(sequence.key, target)
         return False
+
+    def _missing(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        """The pool's blocks among those that are handed over, and the places of the others."""
+        found: list[int] = []
+        missing: list[int] = []
+        places = handover_places(self._groups, len(sequence.tokens))
+        for position, (group, number) in enumerate(places):
+            wanted = sequence.descriptor(number, self._pool.block_size, group)
+            if (block := self._pool.find(wanted)) is None:
+                missing.append(position)
+            else:
+                found.append(block)
+        return found, missing
 
     def drop(self, key: int) -> None:
         """The request ended; its blocks are released once nothing writes to them."""
@@ -351,5 +412,9 @@ class Pulls:
 
     def _adopt(self, pull: _Pull, count: int) -> None:
         size = self._pool.block_size
-        for index, block in enumerate(pull.blocks[:count], start=pull.first):
-            pull.chain.append(self._pool.adopt(block, pull.sequence.descriptor(index, size)))
+        places = [(0, pull.first + number) for number in range(count)]
+        if self._groups:
+            places = pull.places if count else []
+        for (group, number), block in zip(places, pull.blocks, strict=False):
+            content = pull.sequence.descriptor(number, size, group)
+            pull.chain.append(self._pool.adopt(block, content))

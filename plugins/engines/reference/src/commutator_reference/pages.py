@@ -7,6 +7,7 @@ the layers of one group, or the states of recurrent layers at the block's end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,8 @@ class PagePlan:
     page_bytes: int
     places: tuple[tuple[int, int], ...]
     """Of each layer: its group, and the offset of its bytes in a page."""
+    layers: tuple[LayerKv, ...]
+    """What was planned for."""
 
 
 def plan_pages(layers: Sequence[LayerKv], block_size: int, number_bytes: int) -> PagePlan:
@@ -98,6 +101,7 @@ def plan_pages(layers: Sequence[LayerKv], block_size: int, number_bytes: int) ->
         tuple(groups),
         together * slot_bytes,
         tuple(places[number] for number in range(len(layers))),
+        tuple(layers),
     )
 
 
@@ -133,6 +137,21 @@ class PageArena:
         """What all blocks have in common, for ``CacheIdentity``; each group adds its own."""
         kinds = ", ".join(f"{group.kind} {group.identity}" for group in self.groups)
         return f"reference-2: {self.block_size} tokens; {kinds}"
+
+    @property
+    def handover_layout(self) -> str:
+        """What another worker's pages must have in common with these, beside the block size."""
+        kinds = Counter((each.kind, each.window, each.numbers) for each in self.plan.layers)
+        return ", ".join(
+            f"{count} {kind}{f' of {window} tokens' if window else ''} {numbers}"
+            for (kind, window, numbers), count in kinds.items()
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """What one more token of a long prompt adds: of the groups that keep the whole prefix."""
+        kept = sum(group.keeps_prefix for group in self.groups)
+        return kept * self.plan.page_bytes // self.block_size
 
     @property
     def block_arena(self) -> BlockArena:

@@ -19,10 +19,9 @@ from commutator.tokenizer import locate_model
 from commutator_engine_kit.preflight import machine_memory_bytes
 from commutator_engine_kit.preflight import size_text as _size
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.llama import MODEL_TYPES, LlamaConfig, read_config, read_json
+from commutator_reference.llama import LlamaConfig, read_config
 
 __all__ = [
-    "NO_HANDOVER",
     "memory_problem",
     "missing_for_handover",
     "model_config",
@@ -42,11 +41,6 @@ def missing_for_handover(*, prefix_caching: bool) -> str | None:
         return f"NIXL, which moves all KV, is not installed: {_INSTALL_NIXL}"
     return None
 
-
-NO_HANDOVER = (
-    "models of this family keep several kinds of KV or experts, whose hand-over the reference "
-    "engine does not have yet; serve it with role: both"
-)
 
 _INSTALL_NIXL = "pip install 'nixl[cu12]'"
 
@@ -71,8 +65,6 @@ def problems(
         yield f"role: {config.role} needs a hand-over: {missing}"
     if tiers and not _has_nixl():
         yield f"kind: NIXL, which moves KV to and from `tiers`, is not installed; {_INSTALL_NIXL}"
-    if config.role != "both" and _has_groups(model.source):
-        yield f"role: {config.role} needs a hand-over: {NO_HANDOVER}"
     llama = model_config(model.source)
     if llama is None:
         return
@@ -140,17 +132,6 @@ def model_config(source: str) -> LlamaConfig | None:
         return _config_at(path, file.stat().st_mtime_ns)
     except (ConfigError, OSError, TypeError, ValueError, ZeroDivisionError):
         return None
-
-
-def _has_groups(source: str) -> bool:
-    """Whether the model is one of the families that ``families`` reads."""
-    try:
-        path = locate_model(source)
-        said = read_json(path / "config.json") if path.is_dir() else {}
-    except (ConfigError, OSError, ValueError):
-        return False
-    text = said.get("text_config")
-    return (text if isinstance(text, dict) else said).get("model_type") in MODEL_TYPES
 
 
 @cache

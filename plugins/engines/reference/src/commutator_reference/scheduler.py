@@ -226,8 +226,15 @@ def find_hits(pool: BlockPool, sequence: Sequence) -> Hits:
     for number, group in enumerate(groups):
         first = group.first_needed(tokens)
         needed = [block for block in found[number][first : tokens // size] if block is not None]
+        _must_be_found(group, tokens, len(needed))
         tables.append([NOTHING] * first + needed)
     return Hits(tokens, tables)
+
+
+def _must_be_found(group: KvGroup, tokens: int, count: int) -> None:
+    """Raise RuntimeError where a boundary was chosen that a group does not serve."""
+    if count != len(group.needed(tokens)):
+        raise RuntimeError(f"{count} {group.kind} blocks are there for the boundary at {tokens}")
 
 
 def most_blocks(groups: Many[KvGroup], block_size: int, tokens: int, step_tokens: int) -> int:

@@ -20,7 +20,6 @@ from commutator.tokenizer import load_text_model, locate_model
 from commutator_engine_kit import Emit, EngineStart, EventPublisher, TokenEngine
 from commutator_engine_kit.kv import KvAdmin, KvConnector
 from commutator_engine_kit.pytorch import prepare_pytorch
-from commutator_reference.arena import KVArena
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import KINDS, Grammars
 from commutator_reference.decoder import DecoderModel
@@ -28,7 +27,7 @@ from commutator_reference.engine import ReferenceEngine
 from commutator_reference.families import FAMILIES, load_decoder, model_type
 from commutator_reference.handover import Handover
 from commutator_reference.model import LlamaModel, load_model
-from commutator_reference.preflight import NO_HANDOVER, missing_for_handover
+from commutator_reference.preflight import missing_for_handover
 from commutator_reference.sampler import OPTIONS
 from commutator_reference.weights import cache_identity
 
@@ -57,10 +56,6 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         path = locate_model(model.source)
         loaded = _load(path, device, dtype)
-        if missing is None and isinstance(loaded, DecoderModel):
-            missing = NO_HANDOVER
-            if config.role != "both":
-                raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         num_blocks = config.kv_cache_bytes // loaded.block_bytes(config.block_size)
         if num_blocks < 1:
             raise ConfigError(
@@ -88,7 +83,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         if start.tiers or missing is None:
             layout, size = self.arena.layout, self.block_size
             identity = cache_identity(model.name, path, layout, block_size=size, dtype=dtype)
-        if missing is None and isinstance(self.arena, KVArena):
+        if missing is None:
             handover = Handover(
                 identity,
                 self.arena,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
     from commutator_engine_kit.kv.transfer.exporter import BlockExporter
     from commutator_engine_kit.kv.transfer.protocol import (
+        GROUPS_PROTOCOL,
         PROTOCOL,
         BlockShapes,
         DecodeTransferParams,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         ReadyBlock,
         ReleaseRequest,
         handover_keys,
+        handover_places,
         parse_transfer_params,
     )
     from commutator_engine_kit.kv.transfer.puller import Puller, PullResult, PullTimes
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from commutator_engine_kit.kv.transfer.sources import Sources
 
 __all__ = [
+    "GROUPS_PROTOCOL",
     "PROTOCOL",
     "BlockExporter",
     "BlockReader",
@@ -51,6 +54,7 @@ __all__ = [
     "ReleaseRequest",
     "Sources",
     "handover_keys",
+    "handover_places",
     "parse_transfer_params",
 ]
 

@@ -19,11 +19,14 @@ the id and sends it to both workers: ``PrefillTransferParams`` and ``DecodeTrans
 blocks. A look-up is a hand-over that is complete at once: the reader chooses the id, and no block
 is added later. In both cases a release may arrive before its lease begins; the lease then holds
 nothing.
+
+Of a model with several kinds of KV, what the decode worker needs at the prompt's last boundary is
+handed over: ``handover_places`` says which blocks, and in which order they are published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -36,8 +39,10 @@ from commutator.contract.request import GenerateRequest
 from commutator.contract.tier import RemoteAgent, Span
 from commutator.contract.worker import KvTransferInfo
 from commutator.errors import EngineHandoverError, RequestError
+from commutator_engine_kit.kv.groups import KvGroup, alignment, group_identities
 
 __all__ = [
+    "GROUPS_PROTOCOL",
     "LEASE_S",
     "PROTOCOL",
     "SERVICE",
@@ -56,6 +61,7 @@ __all__ = [
     "WatchRequest",
     "convertible",
     "handover_keys",
+    "handover_places",
     "parse_transfer_params",
 ]
 
@@ -131,7 +137,7 @@ class WatchRequest:
 
     id: _Id
     have: _Count
-    """How many of the prompt's first blocks the reader already knows."""
+    """How many of the blocks that were published first the reader already knows."""
     state: ExportState
     """The state in the last answer to the reader."""
     wait_s: _Seconds
@@ -229,6 +235,9 @@ def parse_transfer_params(
 PROTOCOL = "pull-1"
 """``KvTransferInfo.protocol`` of engines that use this protocol."""
 
+GROUPS_PROTOCOL = "pull-groups-1"
+"""The same, of engines whose blocks are those of groups; both sides need blocks of one size."""
+
 LEASE_S = 30.0
 """Long compared with a question's round trip; short, because a lost decode worker's blocks stay
 held for this time."""
@@ -270,10 +279,15 @@ class PullHandover(HandoverStyle):
         return evolve(handover.request, handover=asdict(params))
 
     def mismatch(self, prefill: KvTransferInfo, decode: KvTransferInfo) -> str | None:
-        """Block sizes may differ if one divides the other; all other properties must be equal."""
+        """Block sizes may differ if one divides the other; all other properties must be equal.
+
+        With groups, block sizes must be equal, too.
+        """
         names = ("protocol", "identity", "token_bytes", "tensor_parallel_size")
         if (reason := mismatch(prefill, decode, *names)) is not None:
             return reason
+        if prefill.protocol == GROUPS_PROTOCOL:
+            return mismatch(prefill, decode, "block_size")
         if not convertible(prefill.block_size, decode.block_size):
             return (
                 f"block_size is {prefill.block_size} at the prefill worker and "
@@ -282,10 +296,31 @@ class PullHandover(HandoverStyle):
         return None
 
 
-def handover_keys(prefill: KvTransferInfo, request: GenerateRequest) -> list[BlockKey]:
-    """The key of each full block of the prompt, in the prefill worker's block size.
+def handover_places(groups: Sequence[KvGroup], prompt_tokens: int) -> list[tuple[int, int]]:
+    """The blocks that are handed over: group and number of each, in the order of publication.
 
-    Equal keys mean equal KV: a key covers the workers' common identity, adapter, salt and tokens.
+    They are what all groups need at the last boundary before the prompt's last token, which the
+    decode worker computes. Those of groups that need the whole prefix come first, as a prefill
+    computes them: what windows and states need is known to stay only at the end.
+    """
+    step = alignment(groups)
+    boundary = (prompt_tokens - 1) // step * step
+    places = [
+        (not group.keeps_prefix, (number + 1) * group.block_size, which, number)
+        for which, group in enumerate(groups)
+        for number in group.needed(boundary)
+    ]
+    return [(which, number) for _, _, which, number in sorted(places)]
+
+
+def handover_keys(
+    prefill: KvTransferInfo, request: GenerateRequest, groups: Sequence[KvGroup] = ()
+) -> list[BlockKey]:
+    """The key of each block that is handed over, in the order of publication.
+
+    Without ``groups``, those are all full blocks of the prompt, in the prefill worker's block size.
+    Equal keys mean equal KV: a key covers the workers' common identity, adapter, salt, tokens, and
+    its group.
     """
     identity = CacheIdentity(
         model=prefill.identity,
@@ -297,7 +332,15 @@ def handover_keys(prefill: KvTransferInfo, request: GenerateRequest) -> list[Blo
         adapter=request.adapter_digest,
         cache_salt=request.cache_salt,
     )
-    return block_keys(identity, request.token_ids, media=request.media)
+    if not groups:
+        return block_keys(identity, request.token_ids, media=request.media)
+    keys = [
+        block_keys(each, request.token_ids, media=request.media)
+        for each in group_identities(identity, groups)
+    ]
+    return [
+        keys[which][number] for which, number in handover_places(groups, len(request.token_ids))
+    ]
 
 
 def convertible(one_tokens: int, other_tokens: int) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -15,6 +16,7 @@ from attrs import define, evolve, field, frozen
 from commutator.contract.request import GenerateRequest
 from commutator.contract.worker import KvTransferInfo, PullStatistics
 from commutator.errors import EngineError, EngineHandoverError
+from commutator_engine_kit.kv.groups import KvGroup
 from commutator_engine_kit.kv.transfer.protocol import (
     BlockShapes,
     DecodeTransferParams,
@@ -43,7 +45,8 @@ class PullResult:
 
     key: int
     good_tokens: int
-    """Tokens at the beginning of the target whose KV has arrived and is verified."""
+    """Tokens at the beginning of the target whose KV has arrived and is verified; with groups, all
+    of the target's or 0."""
     error: str | None
     """Why the pull failed; None when it succeeded."""
 
@@ -70,8 +73,10 @@ class Pull:
     sources: Sources
     mover: BlockMover
     times: PullTimes
+    groups: Sequence[KvGroup] = ()
+    """The model's kinds of KV, where blocks are handed over by groups."""
     good_tokens: int = 0
-    """Tokens at the beginning of the target whose KV has arrived and is verified."""
+    """As ``PullResult.good_tokens``."""
     size_bytes: int = 0
     """Bytes that were read and verified."""
     read_s: float = 0.0
@@ -151,7 +156,7 @@ class Pull:
             if news.state is ExportState.FAILED:
                 raise EngineHandoverError(f"the prefill worker failed: {news.reason}")
             if keys is None:
-                keys = handover_keys(source.info, self.request)
+                keys = handover_keys(source.info, self.request, self.groups)
             for block in news.blocks:
                 position = len(self._ready)
                 if position >= len(keys) or block.key != keys[position]:
@@ -167,20 +172,21 @@ class Pull:
         await self._destined.wait()
         target = self.target
         assert target is not None
-        position = target.first_token // shapes.source_tokens
-        end = target.end_token // shapes.source_tokens
+        wanted = _wanted(target, shapes)
+        begun = 0
         fetches: list[asyncio.Task[None]] = []
         started_s: float | None = None
-        while position < end:
-            if len(self._ready) <= position:
+        while begun < len(wanted):
+            known = bisect_left(wanted, len(self._ready), begun)
+            if known == begun:
                 if self._complete:
                     break
                 self._news.clear()
                 await self._news.wait()
                 continue
             started_s = started_s or time.monotonic()
-            blocks = list(enumerate(self._ready[position:end], position))
-            position += len(blocks)
+            blocks = [(position, self._ready[position]) for position in wanted[begun:known]]
+            begun = known
             fetches.append(tasks.create_task(self._fetch(source, shapes, blocks, target)))
         await asyncio.gather(*fetches)
         if started_s is not None:
@@ -202,12 +208,23 @@ class Pull:
             else:
                 problems[position] = problem
         self.size_bytes += source.block_bytes * (len(blocks) - len(problems))
-        first = good = target.first_token // shapes.source_tokens
-        while good in self._good:
+        wanted, good = _wanted(target, shapes), 0
+        while good < len(wanted) and wanted[good] in self._good:
             good += 1
-        self.good_tokens = (good - first) * shapes.source_tokens
+        if target.positions is None:
+            self.good_tokens = good * shapes.source_tokens
+        elif good == len(wanted):
+            self.good_tokens = target.end_token - target.first_token
         for position, problem in problems.items():
             raise EngineHandoverError(f"block {position} of the prompt: {problem}")
+
+
+def _wanted(target: ReadTarget, shapes: BlockShapes) -> Sequence[int]:
+    """Which of the published blocks are read, in ascending order."""
+    if target.positions is not None:
+        return target.positions
+    size = shapes.source_tokens
+    return range(target.first_token // size, target.end_token // size)
 
 
 class Puller:
@@ -224,8 +241,10 @@ class Puller:
         own: KvTransferInfo,
         on_news: Callable[[], None],
         times: PullTimes | None = None,
+        groups: Sequence[KvGroup] = (),
     ) -> None:
-        """``own`` describes this worker's blocks."""
+        """``own`` describes this worker's blocks; ``groups`` are those of GROUPS_PROTOCOL."""
+        self._groups = groups
         self._mover = mover
         self._own = own
         self._on_news = on_news
@@ -278,7 +297,9 @@ class Puller:
     def _begin(self, key: int, params: DecodeTransferParams, request: GenerateRequest) -> None:
         assert self._loop is not None
         assert self._sources is not None
-        pull = Pull(params, request, self._own, self._sources, self._mover, self._times)
+        pull = Pull(
+            params, request, self._own, self._sources, self._mover, self._times, self._groups
+        )
         self._running[key] = pull
         pull.task = self._loop.create_task(pull.run())
         pull.task.add_done_callback(lambda task: self._ended(key, pull, task))

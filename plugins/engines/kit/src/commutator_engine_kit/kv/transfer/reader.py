@@ -74,6 +74,9 @@ class ReadTarget:
     end_token: int
     """Position in the prompt at which the last block ends."""
     blocks: Sequence[int]
+    positions: Sequence[int] | None = None
+    """Of a model with groups: which of the published blocks is read into each of ``blocks``, in
+    ascending order. They are of the source's size, and of use only together."""
     on_released: Callable[[], None] = lambda: None
     """Called whenever the last read into the blocks has ended."""
     under_way: int = 0
@@ -441,10 +444,25 @@ def plan_reads(
     patterns = [shapes.pieces(phase) for phase in range(shapes.period)]
     addresses = [arena.address_of(block) for block in target.blocks]
     device = arena.device
+    places = None
+    if target.positions is not None:
+        places = {position: place for place, position in enumerate(target.positions)}
+        if source.block_bytes != arena.block_bytes:
+            raise ValueError(
+                f"blocks of {source.block_bytes} bytes cannot be read into {arena.block_bytes}"
+            )
     for owner, (position, ready) in enumerate(blocks):
         if not 0 <= ready.index < source.blocks:
             raise ValueError(f"the prefill worker has no block {ready.index}")
         remote_address = source.address + ready.index * source.block_bytes
+        if places is not None:
+            span = Span(addresses[places[position]], arena.block_bytes, device)
+            plan.moves.append(
+                BlockMove(span, Span(remote_address, arena.block_bytes, source.device))
+            )
+            plan.owners.append(owner)
+            plan.pieces.append([span])
+            continue
         target_block = shapes.target_block(position) - first
         pieces = []
         for offset, block, target_offset, size_bytes in patterns[position % shapes.period]:
