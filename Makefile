@@ -6,6 +6,7 @@
 # make test-vllm-suite   vLLM's own HTTP tests, against vLLM and against us; hours on two cores
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
+# make test-groups    models with windows, states and latent rows: altered blocks, mutations, kills
 # make test-trained   tiny models, trained here, that call, think and talk, by three APIs
 # make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
 # make test-clients   clients of PyPI and npm, untouched, likewise: the table docs/reference/clients.md
@@ -39,7 +40,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-trained test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -125,6 +126,11 @@ test-clients: $(VENV)/.test vllm
 # Answers that follow 300 schemas; SCHEMAS_ENGINE=vllm or sglang, SCHEMAS_COUNT=30 for other runs.
 test-schemas: $(VENV)/.test
 	SCHEMAS_COUNT=$${SCHEMAS_COUNT:-300} $(BIN)/pytest -s tests/judges/schemas
+
+# Models with several kinds of KV: how small a mistake tests notice, mistakes made on purpose, workers killed.
+test-groups: $(VENV)/.test
+	$(BIN)/pytest -s tests/unit/reference/test_altered_groups.py tests/unit/reference/test_group_mutations.py \
+		tests/unit/reference/test_reference_group_handover.py tests/fault/test_group_handover_faults.py
 
 # Trains tiny models, half a minute of one core each, and keeps them in build/trained.
 test-trained: $(VENV)/.test

@@ -339,7 +339,9 @@ MUTATIONS = (
     Mutation(name="another prompt's window", family="gpt_oss",
              spoil=_swapped((_S, -1), (_S, -1), other=True)),
     Mutation(name="a window shifted by a block", family="gemma3", spoil=_shifted(_S, 3)),
-    Mutation(name="two full blocks swapped", family="mixtral", spoil=_swapped((_F, -1), (_F, -2))),
+    # Two of one prompt would change nothing: keys are rotated to their positions already.
+    Mutation(name="another prompt's full block", family="mixtral",
+             spoil=_swapped((_F, -1), (_F, -1), other=True)),
     Mutation(name="blocks of two groups swapped", family="gpt_oss",
              spoil=_swapped((_F, -1), (_S, -1))),
     Mutation(name="a state where keys belong", family="qwen3_next",
