@@ -54,13 +54,12 @@ async def outcomes(
 
 
 @pytest.mark.parametrize(
-    "moments",
+    ("family", "moments"),
     [
-        pytest.param(SAMPLE, marks=pytest.mark.slow),
-        pytest.param(MOMENTS, marks=pytest.mark.long),
+        *[pytest.param(one, SAMPLE, marks=pytest.mark.slow) for one in ("gemma3", "qwen3_next")],
+        *[pytest.param(one, MOMENTS, marks=pytest.mark.long) for one in FAMILIES],
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 async def test_either_side_is_killed(family: str, moments: int) -> None:
     """What is answered is right; what survives frees all that it held, and serves on."""
     expected = await expected_of(family)
