@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from tests.support.group_trials import Stored, prompts
 from torch import Tensor
 
-from commutator.contract.block import CacheIdentity
+from commutator.contract.block import CacheIdentity, next_key
 from commutator_engine_kit.kv import KvGroup, KvKind
 from commutator_engine_kit.kv.loads import Loads
 from commutator_reference import decoder, pages, scheduler
@@ -193,10 +193,11 @@ def _only_last_state_kept(states: decoder._States) -> decoder._States:
 
 
 def _without_sinks() -> Any:
-    right = decoder._attend
+    right: Any = decoder._attend
 
     def wrong(*arguments: Any) -> Tensor:
-        return right(*arguments[:-1], None)
+        attended: Tensor = right(*arguments[:-1], None)
+        return attended
 
     return patch.object(decoder, "_attend", wrong)
 
@@ -216,8 +217,7 @@ def _groups_share_keys() -> Iterator[None]:
 
 
 def _key_without_parent() -> Any:
-    right = scheduler.next_key
-    return patch.object(scheduler, "next_key", lambda _, tokens: right(b"\0" * 32, tokens))
+    return patch.object(scheduler, "next_key", lambda _, tokens: next_key(b"\0" * 32, tokens))
 
 
 def _boundary_of_full_groups(

@@ -62,7 +62,8 @@ def alter(arena: PageArena, kind: KvKind, block: int, other: int, rng: random.Ra
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_altered_block_shows(family: str, cases: int) -> None:
     rng = random.Random(7)
-    seen, by_text = [], []
+    seen: list[bool] = []
+    by_text: list[bool] = []
     engine = untiered(family, blocks=64)
     pool, arena = engine.pool, engine.arena
     assert isinstance(arena, PageArena)

@@ -165,8 +165,8 @@ def _pieces(
 ) -> list[_Piece]:
     size = group.block_size
     spans = [(group.first_needed(c.start), -(-c.end // size)) for c in chunks]
-    for table, (first, stop) in zip(tables, spans, strict=True):
-        _must_be_there(group, table[first:stop], stop - first)
+    for needed, (first, stop) in zip(tables, spans, strict=True):
+        _must_be_there(group, needed[first:stop], stop - first)
     singles = sum(len(chunk.token_ids) == 1 for chunk in chunks)
     pieces, at = [], 0
     padded = [1 << (stop - first - 1).bit_length() for first, stop in spans[:singles]]
