@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 
 from commutator.config.model import TracingConfig
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "WorkerSpan",
-    "begin_worker_span",
-    "in_span",
-    "missing_package",
-    "start",
-]
+__all__ = ["DISTRIBUTIONS", "WorkerSpan", "in_span", "missing_package", "start", "worker_span"]
 
 ResultT = TypeVar("ResultT")
 
@@ -113,9 +106,7 @@ class WorkerSpan:
         self._span.end()
 
 
-def begin_worker_span(
-    phase: str, worker_id: str, request_id: str, prompt_tokens: int
-) -> WorkerSpan:
+def worker_span(phase: str, worker_id: str, request_id: str, prompt_tokens: int) -> WorkerSpan:
     """A child of the request's span."""
     attributes = {
         "commutator.worker_id": worker_id,

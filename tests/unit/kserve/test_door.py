@@ -42,6 +42,7 @@ class Audit(Observer):
         self.said.append(request)
 
 
+@pytest.mark.security
 async def test_without_a_key_nothing_is_answered_but_health() -> None:
     async with rpc_door(gate=gate_of(Principal(name="ada"))) as door:
         for name in ("ModelInfer", "ServerLive"):
@@ -172,6 +173,7 @@ async def test_metadata_names_session_request_and_explains() -> None:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.security
 async def test_messages_and_calls_are_bounded() -> None:
     options = {"max_message_bytes": 20_000, "max_calls": 4, "max_stream_requests": 2}
     async with rpc_door(FakeDispatcher(delay_s=0.1), grpc_options=options) as door:
@@ -263,6 +265,7 @@ async def test_a_drain_ends_what_runs_and_takes_nothing_new() -> None:
         assert await idle.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.security
 async def test_a_key_that_is_revoked_ends_the_stream_but_not_what_runs() -> None:
     dispatcher = FakeDispatcher(script=SLOW, delay_s=0.1)
     gate = gate_of(Principal(name="ada"))

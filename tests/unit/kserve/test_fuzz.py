@@ -58,6 +58,7 @@ async def is_at_rest(door: RpcDoor) -> None:
     "count",
     [pytest.param(400, id="quick"), pytest.param(10_000, id="all", marks=pytest.mark.long)],
 )
+@pytest.mark.security
 async def test_mutated_messages_are_refused_or_answered(count: int) -> None:
     draw = random.Random(7)
     async with rpc_door() as door:
@@ -95,6 +96,7 @@ async def _read(stream: Any) -> int:
     "count",
     [pytest.param(60, id="quick"), pytest.param(1_000, id="all", marks=pytest.mark.long)],
 )
+@pytest.mark.security
 async def test_streams_that_end_at_every_moment_leave_nothing(count: int) -> None:
     draw = random.Random(7)
     dispatcher = FakeDispatcher(script=answer("one two three"), delay_s=0.002)

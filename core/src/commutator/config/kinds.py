@@ -40,13 +40,13 @@ _PACKAGES = {
     "dram": ("tier dram",),
     "encoder": ("engine encoder",),
     "etcd": ("registry etcd",),
-    "eviction": tuple(
-        f"eviction {one}" for one in ("arc", "leaf_first", "lru", "s3fifo", "tinylfu")
-    ),
+    "eviction": tuple(f"eviction {x}" for x in ("arc", "leaf_first", "lru", "s3fifo", "tinylfu")),
+    "grpc": ("door grpc",),
     "hbm": ("tier hbm",),
     "http": ("door http",),
     "jwt": ("authenticator jwt",),
     "kv-router": ("router kv",),
+    "kserve": ("protocol kserve",),
     "limits": ("limiter ledger",),
     "nats": ("event bus nats",),
     "nvme": ("tier nvme",),

@@ -12,8 +12,15 @@ from attrs import frozen
 from commutator.contract.answer import Failure
 from commutator.contract.settings import setting
 
-__all__ = ["RPC_METHODS", "DoorFacts", "Example", "MountedProtocol", "Protocol", "ProtocolConfig"]
-__all__ += ["Route"]
+__all__ = [
+    "RPC_METHODS",
+    "DoorFacts",
+    "Example",
+    "MountedProtocol",
+    "Protocol",
+    "ProtocolConfig",
+    "Route",
+]
 
 RPC_METHODS = frozenset({"RPC", "RPC_GET", "RPC_STREAM"})
 """Of routes whose path is "/PACKAGE.SERVICE/METHOD": a message and its answer; the same that only

@@ -323,7 +323,7 @@ class WorkerRequest:
         self.span: tracing.WorkerSpan | None = None
         if tracing.tracer is not None:
             worker_id = route.decision.worker_id
-            self.span = tracing.begin_worker_span(phase, worker_id, request.request_id, tokens)
+            self.span = tracing.worker_span(phase, worker_id, request.request_id, tokens)
             request = evolve(request, traceparent=self.span.traceparent)
         self.request = request
         """The request as sent to this worker: with its data-parallel rank and trace context."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from operator import add
 
 from attrs import define, evolve, field, frozen
@@ -610,8 +611,11 @@ def _parts(hashes: Iterable[int | bytes], parts: int) -> Sequence[EngineBlockHas
     return [(name, part) for name in hashes for part in range(parts)]
 
 
+_level = lru_cache(64)(cache_level)
+
+
 def _tier(blocks: RankBlocks, medium: str | None) -> CacheLevel:
-    tier = cache_level(medium)
+    tier = _level(medium if medium is None else medium[:_MEDIUM_CHARS])
     if tier is None:
         if len(blocks.unknown_media) < _MOST_UNKNOWN_MEDIA:
             blocks.unknown_media.add(str(medium)[:_MEDIUM_CHARS])
