@@ -12,15 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
-
 from bench.needs import needs
 from bench.peers import ROOT
 from bench.waiting import answer_of, wait_until
 from commutator.launcher.ports import PortPicker
 from commutator.tokenizer.gguf import read_gguf_metadata
 from commutator.tokenizer.load import load_text_model, locate_model
-from commutator_kserve.messages import SERVICE, message
 
 __all__ = ["DynamoCluster"]
 
@@ -33,11 +30,7 @@ class DynamoCluster:
     Raises NotInstalledError when the peer is not installed, TimeoutError when it does not start.
     """
 
-    def __init__(
-        self, name: str, source: str, *, workers: int, timeout_s: float = 60, kserve: bool = False
-    ) -> None:
-        """``kserve``: its gRPC server instead of the HTTP one; ``url`` is "HOST:PORT" then."""
-        self._kserve = kserve
+    def __init__(self, name: str, source: str, *, workers: int, timeout_s: float = 60) -> None:
         self._python = needs(ROOT / ".venv-dynamo" / "bin" / "python", "make peers")
         self._name = name
         self._source = source
@@ -58,12 +51,7 @@ class DynamoCluster:
                 "--num-workers", str(self._workers), "--speedup-ratio", "1000",
                 "--block-size", "16",
             ])  # fmt: skip
-            options = ["--router-mode", "kv", "--http-port", str(port)]
-            if self._kserve:
-                metrics = str(PortPicker().pick("127.0.0.1"))
-                options += ["--kserve-grpc-server", "--grpc-metrics-port", metrics]
-                self.url = self.url.removeprefix("http://")
-            self._start(folder, "frontend", options)
+            self._start(folder, "frontend", ["--router-mode", "kv", "--http-port", str(port)])
             wait_until(self._has_model, "Dynamo's model", self._timeout_s, logs=folder)
             self._closing = stack.pop_all()
         return self
@@ -84,21 +72,8 @@ class DynamoCluster:
         self._closing.callback(_stop, process)
 
     def _has_model(self) -> bool:
-        if self._kserve:
-            return kserve_has(self.url, self._name)
         answer = answer_of(f"{self.url}/v1/models")
         return answer is not None and bool(json.loads(answer)["data"])
-
-
-def kserve_has(address: str, name: str) -> bool:
-    """Whether a server of KServe's protocol says that the model is ready."""
-    with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(f"/{SERVICE}/ModelReady")
-        try:
-            said = ask(message("ModelReadyRequest")(name=name).SerializeToString(), timeout=2)
-        except grpc.RpcError:
-            return False
-        return bool(message("ModelReadyResponse").FromString(said).ready)
 
 
 def write_model(source: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -149,6 +150,34 @@ def test_a_server_that_answers_without_end_is_given_up(
         assert time.monotonic() - started < 15
         assert rss() - before < 64 << 20
         server.shutdown()
+
+
+class _Proxy(_Endless):
+    """Refuses what it is to pass on."""
+
+    head = b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n"
+    piece = b""
+    asked: ClassVar[list[bytes]] = []
+
+    def handle(self) -> None:
+        self.asked.append(self.rfile.readline())
+        super().handle()
+
+
+def test_a_proxy_of_the_environment_is_used(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_address[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(TierError, match="refused"):
+            make_tier(endpoint="http://store.example:9000").open(geometry_of(BLOCK_BYTES))
+        server.shutdown()
+    assert _Proxy.asked
+    assert all(b"http://store.example:9000/" in line for line in _Proxy.asked)
 
 
 def rss() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from itertools import islice
 from typing import Any, cast
 
 import boto3
+import botocore.session
 from attrs import frozen
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.config import Config
@@ -21,6 +23,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 from botocore.httpsession import URLLib3Session
+from botocore.utils import get_environ_proxies
 from urllib3.exceptions import HTTPError
 
 from commutator.errors import TierError
@@ -76,13 +79,9 @@ class Bucket:
         self._waves = config.max_concurrency
         self._pool = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="s3")
         self._timeout_s = config.request_timeout_s
-        self._session = URLLib3Session(
-            verify=config.ca_file or True,
-            timeout=config.request_timeout_s,
-            max_pool_connections=config.max_concurrency,
-        )
+        session = botocore.session.get_session()
         with self._explained():
-            self._client = boto3.session.Session().client(
+            self._client = boto3.session.Session(botocore_session=session).client(
                 "s3",
                 endpoint_url=config.endpoint,
                 region_name=config.region,
@@ -97,6 +96,18 @@ class Bucket:
                     response_checksum_validation="when_required",
                 ),
             )
+        # With what boto3 takes from the environment for a session of its own.
+        self._session = URLLib3Session(
+            verify=(
+                config.ca_file
+                or session.get_config_variable("ca_bundle")
+                or os.environ.get("REQUESTS_CA_BUNDLE")
+                or True
+            ),
+            proxies=get_environ_proxies(self._client.meta.endpoint_url),
+            timeout=config.request_timeout_s,
+            max_pool_connections=config.max_concurrency,
+        )
         self._client.meta.events.register("before-send.s3", self._send)
 
     def check(self, *, create: bool) -> None:
