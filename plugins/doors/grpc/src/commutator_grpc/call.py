@@ -7,10 +7,8 @@ window of its stream.
 from __future__ import annotations
 
 import asyncio
-import random
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,15 +31,13 @@ from commutator.frontend import (
 from commutator_grpc.config import GrpcConfig
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.byte_budget import ByteBudget
+from commutator_http.call import request_id_of, room_for
 from commutator_http.connections import Strangers
 from commutator_http.middleware import bearer_of
 
 __all__ = ["CallInfo", "DoorParts", "RpcCall", "UnaryCall", "address_of", "headers_of"]
 
-_ID_BITS = 128
-_SANE_ID = re.compile(r"[!-~]{1,128}")
 _REQUEST_ID = "x-request-id"
-_INLINE_BYTES = 64 << 10
 _MESSAGES = 8
 """Messages of the largest size that are parsed at the same time; others wait."""
 _MAX_WAITING = 256
@@ -80,8 +76,8 @@ class RpcCall(Call):
         headers: Mapping[str, str],
         context: CallInfo,
     ) -> None:
-        given = headers.get(_REQUEST_ID, "") if route.method != "RPC_STREAM" else ""
-        request_id = given if _SANE_ID.fullmatch(given) else f"{random.getrandbits(_ID_BITS):032x}"
+        # The messages of a stream share its metadata, so each has an id of its own.
+        request_id = request_id_of({} if route.method == "RPC_STREAM" else headers)
         super().__init__(parts.services, request_id, route.path, route.method, route.path, headers)
         self.protocol = protocol
         self.parts_of_door = parts
@@ -97,12 +93,7 @@ class RpcCall(Call):
 
     def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
         del types  # messages have none
-        limiter = self.services.limiter
-        if limiter.is_full:
-            limiter.check(self.caller())
-        if len(self.body) <= _INLINE_BYTES:
-            return nullcontext()
-        return self.parts_of_door.messages.hold(len(self.body))
+        return room_for(self, self.parts_of_door.messages, len(self.body))
 
     async def read(self) -> bytes:
         return self.body

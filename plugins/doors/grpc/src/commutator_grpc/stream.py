@@ -7,7 +7,6 @@ in the log. Answers are messages of the same stream, one at a time, no faster th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -16,6 +15,7 @@ from commutator.contract.answer import Failure
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator_grpc.call import CallInfo, DoorParts, RpcCall, headers_of
 from commutator_grpc.status import code_of, trailers_of
+from commutator_http.call import MessageCall
 from commutator_http.middleware import noted
 
 __all__ = ["OpenStreams", "StreamCall"]
@@ -34,11 +34,8 @@ _ENDS = Failure(
 )
 
 
-class StreamCall(RpcCall):
-    """One message of a stream, and the messages that answer it."""
-
-    _failed: Callable[[Failure], bytes] | None = None
-    _begun = False
+class StreamCall(MessageCall, RpcCall):
+    """One message of a stream."""
 
     def __init__(self, stream: _Stream, message: bytes) -> None:
         super().__init__(
@@ -48,40 +45,15 @@ class StreamCall(RpcCall):
         self.connection = stream.remembered
         self._stream = stream
 
-    async def reply(self, parts: list[bytes], content_type: str = "") -> None:
-        del content_type
-        await self.write(b"".join(parts))
-
-    async def begin(
-        self,
-        content_type: str,
-        status: int = _OK,
-        *,
-        failed: Callable[[Failure], bytes] | None = None,
-    ) -> None:
-        del content_type, status
-        self._failed = failed
-
     async def write(self, data: bytes) -> None:
         if data:
             self._begun = True
             await self._stream.write(data)
 
-    async def end(self, last: bytes = b"") -> None:
-        await self.write(last)
-
-    @property
-    def begun(self) -> bool:
-        return self._begun
-
     async def end_failed(self, failure: Failure) -> None:
         """Say what went wrong as the protocol does."""
-        say = self._failed
-        if say is None:
-            assert self.protocol is not None
-            say = self.protocol.failed_message
         async with asyncio.timeout(_LAST_WORDS_S):
-            await self._stream.write(say(failure))
+            await self._stream.write(self.failed_message(failure))
 
 
 class OpenStreams:

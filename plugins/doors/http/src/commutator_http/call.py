@@ -43,6 +43,7 @@ __all__ = [
     "ClientConnection",
     "DoorParts",
     "HttpCall",
+    "MessageCall",
     "MountedRoute",
     "close_after",
     "is_generating",
@@ -262,7 +263,7 @@ class HttpCall(Call):
             raise web.HTTPRequestEntityTooLarge(parts.max_body_bytes, length)
         if length is None or coding is not None:
             length = parts.max_body_bytes
-        return room_for(self, parts, length)
+        return room_for(self, parts.bodies, length)
 
     async def read(self) -> bytes:
         if not self.body:  # the protocol may look at it again
@@ -442,12 +443,50 @@ def close_after(response: web.StreamResponse) -> None:
 _SMALL: AbstractAsyncContextManager[None] = nullcontext()
 
 
-def room_for(call: Call, parts: DoorParts, length: int) -> AbstractAsyncContextManager[None]:
+class MessageCall(Call):
+    """One message of a connection, which is a call of its own, and the messages that answer it."""
+
+    _failed: Callable[[Failure], bytes] | None = None
+    _begun = False
+
+    async def read(self) -> bytes:
+        return self.body
+
+    async def reply(
+        self, parts: list[bytes], content_type: str = "application/json; charset=utf-8"
+    ) -> None:
+        del content_type  # messages have none
+        await self.write(b"".join(parts))
+
+    async def begin(
+        self,
+        content_type: str,
+        status: int = _OK,
+        *,
+        failed: Callable[[Failure], bytes] | None = None,
+    ) -> None:
+        del content_type, status
+        self._failed = failed
+
+    async def end(self, last: bytes = b"") -> None:
+        await self.write(last)
+
+    @property
+    def begun(self) -> bool:
+        return self._begun
+
+    def failed_message(self, failure: Failure) -> bytes:
+        """What went wrong, as the protocol says it."""
+        assert self.protocol is not None
+        return (self._failed or self.protocol.failed_message)(failure)
+
+
+def room_for(call: Call, budget: ByteBudget, length: int) -> AbstractAsyncContextManager[None]:
     """Inside, ``length`` bytes of a request may be parsed. Raises OverloadedError."""
     limiter = call.services.limiter
     if limiter.is_full:
         limiter.check(call.caller())
-    return _SMALL if length <= _INLINE_BYTES else parts.bodies.hold(length)
+    return _SMALL if length <= _INLINE_BYTES else budget.hold(length)
 
 
 def _within(max_bytes: int, body: bytes) -> bytes:

@@ -15,13 +15,13 @@ from typing import Any
 from aiohttp import WSCloseCode, WSMsgType, hdrs, web
 
 from commutator.contract.answer import Failure
-from commutator.frontend import Call
 from commutator_http.call import (
     DOOR,
     WEBSOCKET,
     ClientConnection,
     DoorParts,
     HttpCall,
+    MessageCall,
     request_id_of,
     room_for,
 )
@@ -42,10 +42,8 @@ _UNAVAILABLE = 503
 Handle = Callable[[Any], Awaitable[None]]
 
 
-class SocketCall(Call):
-    """One message, and the messages that answer it."""
-
-    _failed: Callable[[Failure], bytes] | None = None
+class SocketCall(MessageCall):
+    """One message of a WebSocket."""
 
     def __init__(
         self,
@@ -67,7 +65,6 @@ class SocketCall(Call):
         self.connection = connection
         self._opening = opening
         self._socket = socket
-        self._begun = False
 
     @property
     def peer(self) -> str | None:
@@ -87,46 +84,13 @@ class SocketCall(Call):
 
     def room_for_body(self, *types: str) -> AbstractAsyncContextManager[None]:
         del types  # a message has none
-        return room_for(self, self._opening.parts_of_door, len(self.body))
-
-    async def read(self) -> bytes:
-        return self.body
-
-    async def reply(
-        self, parts: list[bytes], content_type: str = "application/json; charset=utf-8"
-    ) -> None:
-        del content_type
-        await self.write(b"".join(parts))
-
-    async def begin(
-        self,
-        content_type: str,
-        status: int = _OK,
-        *,
-        failed: Callable[[Failure], bytes] | None = None,
-    ) -> None:
-        del content_type, status
-        self._failed = failed
+        return room_for(self, self._opening.parts_of_door.bodies, len(self.body))
 
     async def write(self, data: bytes) -> None:
         for line in data.split(b"\n"):
             if line:
                 self._begun = True
                 await self._socket.send_frame(line, WSMsgType.TEXT)
-
-    async def end(self, last: bytes = b"") -> None:
-        await self.write(last)
-
-    @property
-    def begun(self) -> bool:
-        return self._begun
-
-    async def end_failed(self, failure: Failure) -> None:
-        """Say what went wrong as the protocol does."""
-        if self._failed is not None:
-            await self.write(self._failed(failure))
-        elif self.protocol is not None:
-            await self.write(self.protocol.failed_message(failure))
 
 
 async def serve_socket(handle: Handle, call: HttpCall) -> None:
@@ -268,7 +232,7 @@ async def _answer(handle: Handle, call: SocketCall, opening: HttpCall) -> int:
     except Exception as error:  # noqa: BLE001 - any error must be answered
         failure = noted(call, error)
         code = failure.status
-        await call.end_failed(failure)
+        await call.write(call.failed_message(failure))
     finally:
         call.account(code, is_quiet=False)
     return code
