@@ -252,15 +252,15 @@ class AsyncClient:
         top_n: int | None = None,
     ) -> list[Ranked]:
         """Documents by how well they answer ``query``, best first; needs the protocol `pooling`."""
-        body = {"query": query, "documents": [*documents], "top_n": top_n}
-        response = await self._posted("rerank", {**body, "return_documents": False}, model)
+        body = requests.rerank_body(query, documents, top_n)
+        response = await self._posted("rerank", body, model)
         return requests.ranking(response.json(), documents)
 
     async def score(
         self, text: str | Sequence[str], others: Sequence[str], model: str = DEFAULT
     ) -> list[float]:
         """How well each other text fits ``text``, or the text at its place; needs `pooling`."""
-        body = {"text_1": text if isinstance(text, str) else [*text], "text_2": [*others]}
+        body = requests.score_body(text, others)
         return requests.scores((await self._posted("score", body, model)).json())
 
     async def classify(self, texts: Sequence[str], model: str = DEFAULT) -> list[Classification]:

@@ -20,7 +20,9 @@ __all__ = [
     "classifications",
     "embedding_bodies",
     "ranking",
+    "rerank_body",
     "response_body",
+    "score_body",
     "scores",
     "truncated",
     "unready",
@@ -89,6 +91,21 @@ def embedding_bodies(
             "dimensions": dimensions,
             "truncate_prompt_tokens": -1 if truncate else None,
         }
+
+
+def rerank_body(query: str, documents: Sequence[str], top_n: int | None) -> dict[str, Any]:
+    """Of POST /v1/rerank; the answer need not repeat the documents."""
+    return {
+        "query": query,
+        "documents": [*documents],
+        "top_n": top_n,
+        "return_documents": False,
+    }
+
+
+def score_body(text: str | Sequence[str], others: Sequence[str]) -> dict[str, Any]:
+    """Of POST /v1/score."""
+    return {"text_1": text if isinstance(text, str) else [*text], "text_2": [*others]}
 
 
 def vectors(answer: Mapping[str, Any]) -> list[list[float]]:

@@ -168,18 +168,19 @@ class _Export:
     """Group and number of each block that is handed over, in the order of publication."""
     keys: list[bytes]
     """Their identities."""
+    last: int
+    """The largest of the numbers."""
     published: int = 0
 
     @property
     def ready(self) -> slice:
         """Of ``places``: those that are computed and not published yet."""
         sequence = self.sequence
-        last = max((number for _, number in self.places), default=-1)
         end = self.published
         while end < len(self.places):
             group, number = self.places[end]
             # What a window or a state needs at the boundary stays only when all before is computed.
-            needs = number if sequence.groups[group].keeps_prefix else last
+            needs = number if sequence.groups[group].keeps_prefix else self.last
             if needs >= sequence.registered:
                 break
             end += 1
@@ -222,7 +223,8 @@ class Exports:
         # The decode worker always computes the last token: it needs the logits.
         places = handover_places(self._groups, len(sequence.tokens))
         keys = handover_keys(self._info, sequence.request, self._groups)
-        self._exports[sequence.key] = _Export(params.pull, sequence, places, keys)
+        last = max((number for _, number in places), default=-1)
+        self._exports[sequence.key] = _Export(params.pull, sequence, places, keys, last)
         return None
 
     def advance(self) -> list[int]:
@@ -348,7 +350,8 @@ class Pulls:
         chain, positions = hits.blocks[: first // size], None
         count = (end - first) // size
         if self._groups:
-            chain, positions = self._missing(sequence)
+            chain, missing = self._missing(sequence)
+            positions, pull.places = list(missing), list(missing.values())
             count = len(positions)
         for block in chain:
             self._pool.acquire(block)
@@ -357,22 +360,22 @@ class Pulls:
             self._pool.release(chain)
             return False
         pull.chain, pull.first, pull.blocks = chain, first // size, blocks
-        if positions is not None:
-            places = handover_places(self._groups, len(sequence.tokens))
-            pull.places = [places[position] for position in positions]
         target = ReadTarget(first, end, tuple(blocks), positions)
         self._puller.set_destination(sequence.key, target)
         return False
 
-    def _missing(self, sequence: Sequence) -> tuple[list[int], list[int]]:
-        """The pool's blocks among those that are handed over, and the places of the others."""
+    def _missing(self, sequence: Sequence) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """The pool's blocks among those that are handed over.
+
+        And of the others, by their position in the order of publication, group and number.
+        """
         found: list[int] = []
-        missing: list[int] = []
+        missing: dict[int, tuple[int, int]] = {}
         places = handover_places(self._groups, len(sequence.tokens))
         for position, (group, number) in enumerate(places):
             wanted = sequence.descriptor(number, self._pool.block_size, group)
             if (block := self._pool.find(wanted)) is None:
-                missing.append(position)
+                missing[position] = group, number
             else:
                 found.append(block)
         return found, missing

@@ -34,6 +34,7 @@ __all__ = [
     "asked_generation",
     "check_version",
     "operation_of",
+    "operations_of",
     "timeout_s",
 ]
 
@@ -85,7 +86,7 @@ def operation_of(call: Call, inference: Inference) -> tuple[str, str]:
     """(the model's name, what it is asked for: "generate" or "embed"). Raises RequestError."""
     check_version(inference.version)
     name, _ = call.services.text_model(inference.model or None, call.principal)
-    can = {one for info in call.services.dispatcher.infos(name) for one in info.operations}
+    can = operations_of(call, name)
     embeds = inference.outputs is not None and "embedding" in inference.outputs
     if not can or (Operation.GENERATE in can and not (embeds and Operation.EMBED in can)):
         return name, Operation.GENERATE
@@ -96,6 +97,11 @@ def operation_of(call: Call, inference: Inference) -> tuple[str, str]:
         "model",
         "unsupported_endpoint",
     )
+
+
+def operations_of(call: Call, model: str) -> set[str]:
+    """What the model's workers offer."""
+    return {one for info in call.services.dispatcher.infos(model) for one in info.operations}
 
 
 def timeout_s(inference: Inference) -> float | None:
@@ -174,10 +180,7 @@ def asked_embeddings(inference: Inference) -> Asked:
         inputs = [ids[row * size : (row + 1) * size] for row in range(rows)]
     if not inputs or not all(inputs):
         raise wrong(tensor.name, "expected inputs of at least one token")
-    parameters = dict(inference.parameters)
-    parameters.pop("triton_enable_empty_final_response", None)
-    parameters.pop("timeout", None)
-    body = {"input": inputs, **_body(parameters, EmbeddingRequest)}
+    body = {"input": inputs, **_body(inference.parameters, EmbeddingRequest)}
     try:
         read = parse_body(EmbeddingRequest, msgspec.json.encode(body), strict=True)
     except RequestError as error:

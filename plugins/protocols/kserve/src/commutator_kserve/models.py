@@ -6,7 +6,7 @@ from typing import Any
 
 from commutator import Operation
 from commutator.frontend import Call, FrontendServices, installed_versions
-from commutator_kserve.asking import VERSION, check_version
+from commutator_kserve.asking import VERSION, check_version, operations_of
 
 __all__ = [
     "index",
@@ -108,8 +108,7 @@ def _name(call: Call, model: str, version: str) -> str:
 
 
 def _tensors(call: Call, name: str) -> tuple[_Tensors, _Tensors]:
-    infos = call.services.dispatcher.infos(name)
-    can = {one for info in infos for one in info.operations}
+    can = operations_of(call, name)
     embeds = Operation.EMBED in can and Operation.GENERATE not in can
     return _EMBEDS if embeds else _GENERATES
 

@@ -114,7 +114,6 @@ def _writer(call: Call, form: type[MessageForm], plan: Plan, inference: Inferenc
         len(plan.requests),
         plan.echoes or (),
         call.answer_headers,
-        tells_headers=form is StreamForm,
     )
 
 

@@ -72,5 +72,5 @@ async def embed(call: Call, inference: Inference, limit: TimeLimit, form: MakeFo
     data = await call.off_loop(
         found.size_bytes, lambda: made.written(outputs, {"prompt_tokens": found.prompt_tokens})
     )
-    call.answer_headers |= getattr(made, "headers", {})
+    call.answer_headers |= made.headers
     await call.reply([data], made.content_type)

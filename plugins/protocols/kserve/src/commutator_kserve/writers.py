@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,9 +64,16 @@ def error_body(failure: Failure) -> bytes:
 class Form(ABC):
     """How one answer, or a piece of one, is written."""
 
+    content_type = JSON
+    in_stream = False
+    """Whether an answer stands among others: its parameters say that it is the last, and have its
+    headers."""
+
     def __init__(self, inference: Inference, model: str) -> None:
         self.inference = inference
         self.model = model
+        self.headers: dict[str, str] = {}
+        """Of the answer, once it is written."""
 
     @abstractmethod
     def written(self, outputs: Sequence[Tensor], parameters: Mapping[str, Any]) -> bytes:
@@ -75,8 +82,6 @@ class Form(ABC):
     def failed(self, failure: Failure) -> bytes:
         """What ends an answer in pieces that fails."""
         return error_body(failure)
-
-    content_type = JSON
 
 
 class MessageForm(Form):
@@ -102,6 +107,8 @@ class MessageForm(Form):
 class StreamForm(MessageForm):
     """A ``ModelStreamInferResponse``."""
 
+    in_stream = True
+
     def written(self, outputs: Sequence[Tensor], parameters: Mapping[str, Any]) -> bytes:
         inner = self.response(outputs, parameters)
         data: bytes = _ModelStreamInferResponse(infer_response=inner).SerializeToString()
@@ -124,11 +131,6 @@ class StreamForm(MessageForm):
 
 class JsonForm(Form):
     """REST: JSON, and after it those outputs that are wanted raw."""
-
-    def __init__(self, inference: Inference, model: str) -> None:
-        super().__init__(inference, model)
-        self.headers: dict[str, str] = {}
-        """Of the answer, once it is written."""
 
     def written(self, outputs: Sequence[Tensor], parameters: Mapping[str, Any]) -> bytes:
         binary, usual = self.inference.binary, self.inference.binary.get("", False)
@@ -230,18 +232,14 @@ class TensorWriter(_Rows):
         answers: int,
         echoes: Sequence[str] = (),
         headers: dict[str, str] | None = None,
-        *,
-        tells_headers: bool = False,
     ) -> None:
         """``headers`` are those of the answer, which may grow until it is written.
 
-        ``tells_headers``: the answer has no other place for them than its own parameters. Raises
-        RequestError for outputs that there are not.
+        Raises RequestError for outputs that there are not.
         """
         super().__init__(answers, echoes)
         self._form = form
         self._headers = {} if headers is None else headers
-        self._tells_headers = tells_headers
         self._wanted = form.inference.outputs
         for name in self._wanted or ():
             if name not in _OUTPUTS:
@@ -267,34 +265,25 @@ class TensorWriter(_Rows):
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         rows = {number: self._rows.get(number, _Row()) for number in range(self._answers)}
-        final = isinstance(self._form, StreamForm)
-        yield self._form.written(self._outputs(rows), self._parameters(usage, final=final))
+        said = self._parameters(usage, final=self._form.in_stream)
+        yield self._form.written(self._outputs(rows), said)
         self.whole_type = self._form.content_type
-        if isinstance(self._form, JsonForm):
-            self._headers.update(self._form.headers)
+        self._headers.update(self._form.headers)
 
     def _parameters(self, usage: Usage, *, final: bool) -> dict[str, Any]:
-        said: dict[str, Any] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        }
+        said: dict[str, Any] = _counts(usage)
         if final:
             said[_FINAL] = True
-        if self._tells_headers:
+        if self._form.in_stream:
             said |= {name.lower(): value for name, value in self._headers.items()}
         return said
 
     def _outputs(self, rows: Mapping[int, _Row]) -> list[Tensor]:
         found, shape, wanted = list[Tensor](), (len(rows),), self._wanted
-        values = {
-            "text_output": ["".join(row.text) for row in rows.values()],
-            "finish_reason": [row.finish for row in rows.values()],
-            "reasoning_output": ["".join(row.thoughts) for row in rows.values()],
-            "tool_calls": [
-                _encode(row.calls).decode() if row.calls else "" for row in rows.values()
-            ],
-        }
+        values = _columns(rows.values())
+        values["tool_calls"] = [
+            _encode(calls).decode() if calls else "" for calls in values["tool_calls"]
+        ]
         for name in wanted or _OUTPUTS:
             texts = values[name]
             if wanted or name in _USUAL or any(texts):
@@ -332,12 +321,7 @@ class GenerateWriter(_Rows):
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         rows = [self._rows.get(number, _Row()) for number in range(self._answers)]
-        used = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        }
-        yield _encode(self._said(rows, None) | {"usage": used})
+        yield _encode(self._said(rows, None) | {"usage": _counts(usage)})
 
     def _said(self, rows: Sequence[_Row], number: int | None) -> dict[str, Any]:
         said: dict[str, Any] = {"model_name": self._model, "model_version": VERSION}
@@ -345,16 +329,28 @@ class GenerateWriter(_Rows):
             said["id"] = self._inference.id
         if number is not None and self._answers > 1:
             said["index"] = number
-        values: dict[str, list[Any]] = {
-            "text_output": ["".join(row.text) for row in rows],
-            "finish_reason": [row.finish for row in rows],
-            "reasoning_output": ["".join(row.thoughts) for row in rows],
-            "tool_calls": [row.calls for row in rows],
-        }
-        for name, found in values.items():
+        for name, found in _columns(rows).items():
             if name in _USUAL or any(found):
                 said[name] = found[0] if len(found) == 1 else found
         return said
+
+
+def _columns(rows: Collection[_Row]) -> dict[str, list[Any]]:
+    """The values of each output, in the order of ``_OUTPUTS``."""
+    return {
+        "text_output": ["".join(row.text) for row in rows],
+        "finish_reason": [row.finish for row in rows],
+        "reasoning_output": ["".join(row.thoughts) for row in rows],
+        "tool_calls": [row.calls for row in rows],
+    }
+
+
+def _counts(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+    }
 
 
 def embedding_outputs(inference: Inference, rows: Sequence[bytes]) -> list[Tensor]:
