@@ -189,7 +189,8 @@ class Codec:
             extras["error"] = delta.error
         if delta.handover is not None:
             extras["handover"] = delta.handover
-        extras |= {one: True for one in ("refused", "handover_failed") if getattr(delta, one)}
+        if delta.refused or delta.handover_failed:
+            extras |= {"refused": delta.refused, "handover_failed": delta.handover_failed}
         return [key, delta.token_ids, extras or None]
 
 

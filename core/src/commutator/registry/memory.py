@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections import defaultdict
@@ -153,8 +152,6 @@ class MemoryRegistry(Registry):
         self._readers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         """Those that watch a document, by its name: set when it has changed."""
         self._timer: asyncio.TimerHandle | None = None
-        self._beat_s = math.inf
-        """When the next look is due, in the loop's seconds."""
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         try:
@@ -234,7 +231,7 @@ class MemoryRegistry(Registry):
 
     def _step(self, event: Event) -> bool:
         loop, now = asyncio.get_running_loop(), self._clock()
-        if self._timer is not None and loop.time() > self._beat_s + _BEAT_S:
+        if self._timer is not None and loop.time() > self._timer.when() + _BEAT_S:
             # This process was paused, and what renews the leases is still to be read.
             self._table = self._table.extended(now)
         table, changes, found = step(self._table, event, now)
@@ -248,8 +245,7 @@ class MemoryRegistry(Registry):
             self._timer = None
         if (expiry := self._table.next_expiry()) is not None:
             wait_s = min(max(0.0, expiry - now), _BEAT_S)
-            self._beat_s = loop.time() + wait_s
-            self._timer = loop.call_at(self._beat_s, self._step, Tick())
+            self._timer = loop.call_later(wait_s, self._step, Tick())
         return found
 
 
