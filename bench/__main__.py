@@ -18,7 +18,7 @@ from bench.result import Figure, save
 SCENARIOS = {
     "decode": "the reference engine against transformers, same weights",
     "routing": "hashing, events and matching against Dynamo's own index",
-    "agents": "sessions of agents with tools, parsers, and constraints' part of a step",
+    "agents": "sessions of agents with tools, also beside Dynamo's door, parsers, constraints",
     "parsers": "reading an answer, by token and family of models (needs `make test-parsers`)",
     "tokenization": "prompts of seven kinds to tokens, against the library tokenizers",
     "decision": "a whole routing decision, by prompt length and number of workers",

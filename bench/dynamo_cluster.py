@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,30 @@ class DynamoCluster:
     Raises NotInstalledError when the peer is not installed, TimeoutError when it does not start.
     """
 
-    def __init__(self, name: str, source: str, *, workers: int, timeout_s: float = 60) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        *,
+        workers: int,
+        timeout_s: float = 60,
+        template: str | None = None,
+        tool_parser: str | None = None,
+        said: Mapping[str, str] | None = None,
+    ) -> None:
+        """``template`` takes the place of the model's own one.
+
+        ``tool_parser`` is Dynamo's name of the one that its front door uses. ``said`` are answers
+        by their names, which requests have in ``nvext.annotations`` as ``output_replay_id:NAME``.
+        """
         self._python = needs(ROOT / ".venv-dynamo" / "bin" / "python", "make peers")
         self._name = name
         self._source = source
         self._workers = workers
         self._timeout_s = timeout_s
+        self._template = template
+        self._tool_parser = tool_parser
+        self._said = said or {}
         self._closing = ExitStack()
         self.url = ""
 
@@ -43,15 +61,23 @@ class DynamoCluster:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-dynamo-")))
             self._closing = stack
-            write_model(self._source, folder / "model")
+            write_model(self._source, folder / "model", self._template)
+            answers = folder / "answers.jsonl"
+            answers.write_text("".join(self._answer_lines()))
             port = PortPicker().pick("127.0.0.1")
             self.url = f"http://127.0.0.1:{port}"
+            mocker = ["-m", "dynamo.mocker"]
+            if self._tool_parser is not None:
+                mocker = [str(ROOT / "bench" / "peer_dynamo_mocker.py"), self._tool_parser]
+            if self._said:
+                mocker += ["--response-replay-trace-path", str(answers)]
             self._start(folder, "mocker", [
-                "--model-path", str(folder / "model"), "--model-name", self._name,
+                *mocker, "--model-path", str(folder / "model"), "--model-name", self._name,
                 "--num-workers", str(self._workers), "--speedup-ratio", "1000",
                 "--block-size", "16",
             ])  # fmt: skip
-            self._start(folder, "frontend", ["--router-mode", "kv", "--http-port", str(port)])
+            frontend = ["-m", "dynamo.frontend", "--router-mode", "kv"]
+            self._start(folder, "frontend", [*frontend, "--http-port", str(port)])
             wait_until(self._has_model, "Dynamo's model", self._timeout_s, logs=folder)
             self._closing = stack.pop_all()
         return self
@@ -64,10 +90,18 @@ class DynamoCluster:
     ) -> None:
         self._closing.close()
 
-    def _start(self, folder: Path, module: str, arguments: Sequence[str]) -> None:
+    def _answer_lines(self) -> Iterator[str]:
+        """As Dynamo reads traces: the tokens of each answer, its end included."""
+        text = load_text_model(self._source)
+        for name, said in self._said.items():
+            ids = [*text.encode(said, add_special_tokens=False), min(text.eos_ids)]
+            row = {"request_id": name, "timestamp": 0, "input_length": 16, "hash_ids": [1]}
+            yield json.dumps({**row, "output_length": len(ids), "output_token_ids": ids}) + "\n"
+
+    def _start(self, folder: Path, name: str, arguments: Sequence[str]) -> None:
         env = {**os.environ, "DYN_FILE_KV": str(folder / "kv"), "HF_HUB_OFFLINE": "1"}
-        log = self._closing.enter_context((folder / f"{module}.log").open("wb"))
-        argv = [str(self._python), "-m", f"dynamo.{module}", *arguments, *_PLANES]
+        log = self._closing.enter_context((folder / f"{name}.log").open("wb"))
+        argv = [str(self._python), *arguments, *_PLANES]
         process = subprocess.Popen(argv, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         self._closing.callback(_stop, process)
 
@@ -76,8 +110,11 @@ class DynamoCluster:
         return answer is not None and bool(json.loads(answer)["data"])
 
 
-def write_model(source: str, folder: Path) -> None:
-    """What the peer reads of a model directory, made from a .gguf file: no weights."""
+def write_model(source: str, folder: Path, template: str | None = None) -> None:
+    """What the peer reads of a model directory, made from a .gguf file: no weights.
+
+    ``template`` is None for the model's own one.
+    """
     path = locate_model(source)
     text, metadata = load_text_model(source), read_gguf_metadata(path)
     folder.mkdir()
@@ -96,7 +133,7 @@ def write_model(source: str, folder: Path) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": None if text.bos_id is None else text.token_text(text.bos_id),
             "eos_token": text.token_text(ends[0]),
-            "chat_template": metadata["tokenizer.chat_template"],
+            "chat_template": template or metadata["tokenizer.chat_template"],
         },
     }
     for name, content in files.items():

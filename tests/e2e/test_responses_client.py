@@ -27,6 +27,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": None,
 }
+SUMMARY = "The weather was looked up: it is sunny."
 ASKED = "What is the capital of France?"
 
 
@@ -47,6 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
                 "model": "tools",
                 "speedup": 10,
                 "answers": [
+                    {"when": "Summarize this conversation", "say": SUMMARY},
+                    {"when": SUMMARY, "say": "As I said: sunny."},
                     {"when": "<tool_response>", "say": SAID_THEN},
                     {"when": "get_weather", "say": SAID},
                 ],
@@ -303,6 +306,31 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(client: openai.Open
     usage = raw.parse().usage
     assert usage is not None
     assert 6000 < usage.input_tokens <= 8192 - 8
+
+
+def test_a_conversation_with_calls_is_compacted_and_goes_on(cluster: LocalCluster) -> None:
+    """Not in strict mode: what the client's types say of `output` has no place for users."""
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS["alice"]) as client:
+        first = client.responses.create(model="tools", tools=[TOOL], input="How is the weather?")
+        results: Any = [
+            {"type": "function_call_output", "call_id": one.call_id, "output": "sunny"}
+            for one in first.output
+            if one.type == "function_call"
+        ]
+        compacted = client.responses.compact(
+            model="tools", previous_response_id=first.id, input=results
+        )
+        assert compacted.object == "response.compaction"
+        assert [one.type for one in compacted.output] == ["message", "compaction"]
+        history: Any = [one.to_dict(warnings=False) for one in compacted.output]
+        assert history[0]["role"] == "user"
+        more = {"role": "user", "content": "What was it?"}
+        second = client.responses.create(model="tools", input=[*history, more])
+        assert second.output_text == "As I said: sunny."
+        third = client.responses.create(
+            model="tools", input="And again?", previous_response_id=second.id
+        )
+        assert third.output_text == "As I said: sunny."
 
 
 def test_conversations_outlive_the_deployment(tmp_path: Path) -> None:

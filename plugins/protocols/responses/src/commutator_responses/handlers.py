@@ -10,9 +10,17 @@ import msgspec
 from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
-from commutator.frontend import Call, TimeLimit, conversation_prompt, read_object, salted
+from commutator.frontend import (
+    Call,
+    TimeLimit,
+    answer,
+    conversation_prompt,
+    read_object,
+    salted,
+)
 from commutator.frontend.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
+from commutator_responses.compaction import CompactionWriter, read_compaction
 from commutator_responses.conversations import (
     REMEMBERED,
     Conversations,
@@ -151,13 +159,21 @@ class Handlers:
         await call.reply([_encode(counted)])
 
     async def compact(self, call: Call) -> None:
-        """POST /v1/responses/compact."""
-        del call
-        raise not_served(
-            "input",
-            "compaction makes what only the model that wrote it reads, and no model here does; ask "
-            "for a summary by an ordinary request, or send truncation: auto",
-        )
+        """POST /v1/responses/compact: what may take the place of a conversation."""
+        await call.traced("chat", self._compact(call))
+
+    async def _compact(self, call: Call) -> None:
+        limit = call.time_limit()
+        async with limit:
+            body = await read_object(call)
+            turn = await self.conversations.turn(call, body)
+            asked = read_compaction(
+                body, turn.items, server_tools=self.server_tools, earlier=turn.earlier
+            )
+            _name_ignored(call, asked.ignored)
+            key = secrets.token_hex(16)
+            _join_session(call, asked, turn, key)
+            await answer(call, asked.generate, lambda _: CompactionWriter(key, turn.items), limit)
 
     async def retrieve(self, call: Call) -> None:
         """GET /v1/responses/ID."""

@@ -17,6 +17,7 @@ from commutator.contract.conversation import (
     ToolResult,
 )
 from commutator.frontend.values import not_served, object_at, optional, required, shown, wrong
+from commutator_responses.summary import unsealed
 from commutator_responses.tools import ServerTools, custom_arguments, model_name
 
 __all__ = ["Item", "input_items", "messages_of", "with_ids"]
@@ -38,8 +39,10 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 """Of the ids of items, by type."""
+_SUMMARY = "Summary of the conversation so far:"
 _TURNS: Mapping[type[Part], int] = {Reasoning: 0, Text: 1, Media: 1, ToolCall: 2}
 """The order in which the parts of one turn of an assistant come."""
 
@@ -151,6 +154,9 @@ def _said(item: Item, path: str) -> tuple[Speaker, list[Part]]:
         case "reasoning":
             thoughts = _thoughts(item, path)
             return "assistant", [Reasoning(thoughts)] if thoughts else []
+        case "compaction":
+            summary = unsealed(item.get("encrypted_content"), f"{path}.encrypted_content")
+            return "assistant", [Text(f"{_SUMMARY}\n\n{summary}")]
         case kind:
             known = ", ".join(_PREFIXES)
             raise not_served(f"{path}.type", f"{shown(kind)} is not served; these are: {known}")

@@ -190,7 +190,10 @@ def _refuse(given: Mapping[str, Any]) -> None:
         if name in given:
             raise not_served(name, f"what OpenAI's servers keep is not here; {instead}")
     if given.get("context_management"):
-        text = "no model here compacts what was said; send truncation: auto, or leave it out"
+        text = (
+            "nothing is compacted unasked: send what /v1/responses/compact returns, or truncation: "
+        )
+        text += "auto"
         raise not_served("context_management", text)
 
 

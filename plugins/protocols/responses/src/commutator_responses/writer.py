@@ -35,6 +35,7 @@ __all__ = [
     "line_error",
     "line_responses",
     "new_response",
+    "usage_of",
 ]
 
 _encode = msgspec.json.Encoder().encode
@@ -70,7 +71,7 @@ def line_error(failure: Failure) -> bytes:
 
 def line_responses(response: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """The lines of a response without output that is complete at once, and its JSON."""
-    usage = _usage(Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0))
+    usage = usage_of(Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0))
     over = {"status": "completed", "completed_at": response["created_at"], "usage": usage}
     final = {**response, **over}
     said = {"response.created": response, "response.completed": final}
@@ -252,7 +253,7 @@ class ResponseWriter(AnswerWriter):
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": reason}
-        response["usage"] = _usage(usage)
+        response["usage"] = usage_of(usage)
         if self._token_ids is not None:  # as vLLM tells them
             response["input_messages"] = [self._raw(self._plan.requests[0].token_ids)]
             response["output_messages"] = [self._raw(self._token_ids)]
@@ -401,7 +402,8 @@ def _part(kind: str, text: str, logprobs: Any) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """As the API counts tokens."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
