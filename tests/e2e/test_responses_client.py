@@ -324,7 +324,7 @@ def test_a_conversation_with_calls_is_compacted_and_goes_on(cluster: LocalCluste
         assert [one.type for one in compacted.output] == ["message", "compaction"]
         history: Any = [one.to_dict(warnings=False) for one in compacted.output]
         assert history[0]["role"] == "user"
-        more = {"role": "user", "content": "What was it?"}
+        more: Any = {"role": "user", "content": "What was it?"}
         second = client.responses.create(model="tools", input=[*history, more])
         assert second.output_text == "As I said: sunny."
         third = client.responses.create(
