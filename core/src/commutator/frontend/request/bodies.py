@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,6 +85,7 @@ MAX_KEYS = 2_048
 
 _ALL = bytes(range(256))
 _NEITHER_QUOTE_NOR_MARK = bytes(set(_ALL) - set(b'"[]{},:'))
+_STEPS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 _BRACKET_OR_COLONS = re.compile(rb"[][{}]|:+")
 
 
@@ -103,21 +105,20 @@ def check_json(text: bytes) -> None:
     values = containers + marks.count(b",")
     if values > MAX_VALUES:
         _refuse(f"at most {MAX_VALUES} values", values)
-    depth, keys = _depth_and_keys(marks.translate(None, b","))
+    depth = max(accumulate(map(_STEPS.__getitem__, marks.translate(None, b",:"))), default=0)
     if depth > MAX_DEPTH:
         _refuse(f"at most {MAX_DEPTH} objects and lists inside one another", depth)
-    if keys > MAX_KEYS:
+    keys = marks.count(b":")  # mostly there are not even as many in all objects together
+    if keys > MAX_KEYS and (keys := _most_keys(marks.translate(None, b","))) > MAX_KEYS:
         _refuse(f"at most {MAX_KEYS} keys in one object", keys)
 
 
-def _depth_and_keys(marks: bytes) -> tuple[int, int]:
-    """How deep the brackets are nested, and the most colons directly in a pair of them."""
-    depth = most = 0
-    keys: list[int] = []
+def _most_keys(marks: bytes) -> int:
+    """The most colons directly in a pair of brackets."""
+    most, keys = 0, list[int]()
     for mark in _BRACKET_OR_COLONS.findall(marks):
         if mark in b"[{":
             keys.append(0)
-            depth = max(depth, len(keys))
         elif not keys:
             break  # a mistake
         elif mark in b"]}":
@@ -125,7 +126,7 @@ def _depth_and_keys(marks: bytes) -> tuple[int, int]:
         else:
             keys[-1] += len(mark)
             most = max(most, keys[-1])
-    return depth, most
+    return most
 
 
 def _outside_strings(text: bytes) -> bytes:

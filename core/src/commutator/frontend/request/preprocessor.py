@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from commutator.errors import RequestError
@@ -38,7 +39,7 @@ _INLINE_RENDER_CHARACTERS = 100_000
 # What a message costs to render, however short it is.
 _MESSAGE_CHARACTERS = 200
 # Templates go through tools and documents, which are such variables, and make JSON of them.
-_RENDERED_PER_VARIABLE = 20
+_RENDERED_PER_VARIABLE = 5
 _PLAIN = {"role", "content", "name"}
 # Of the cache's memory, for prompts in which clients wrote what looks like a control token.
 _GUARDED_PART = 8
@@ -132,7 +133,7 @@ class Preprocessor:
         length = sum(len(message["content"] or "") for message in messages)
         self._check_length(length, max_tokens, "messages")
         if variables:
-            characters += _RENDERED_PER_VARIABLE * size_of(variables)
+            characters += _RENDERED_PER_VARIABLE * len(msgspec.json.encode(variables))
 
         def render() -> RenderedPrompt:
             return self._model.chat_prompt(messages, variables=variables, **options)
@@ -301,12 +302,9 @@ def size_of(value: Any) -> int:
     size, left = 0, [value]
     while left:
         one = left.pop()
-        size += 2
-        if isinstance(one, str):
-            size += len(one)
-        elif isinstance(one, Mapping):
-            left += one.keys()
-            left += one.values()
+        size += 2 + len(one) if isinstance(one, str) else 2
+        if isinstance(one, Mapping):
+            left += (*one.keys(), *one.values())
         elif isinstance(one, list | tuple):
             left += one
     return size
