@@ -17,8 +17,6 @@ from commutator.contract.planner import Arrivals, SampleSums, length_bucket
 from commutator.contract.tuning import ArmCounts
 from commutator.contract.worker import Role
 
-__all__ = ["ArrivalCounts", "DoorReport", "DoorReports", "Reported"]
-
 
 @define
 class ArrivalCounts:

@@ -16,8 +16,6 @@ from attrs import define, field, frozen
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.settings import Bounds, setting
 
-__all__ = ["Fifo", "Guarded", "Weighted", "WeightedConfig"]
-
 log = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")

@@ -13,8 +13,6 @@ import msgspec
 from commutator.errors import CommutatorError
 from commutator.trust import Gate, Handshake, HandshakeError, Identity
 
-__all__ = ["FrameProtocol", "Questions", "Versions", "kind_of", "pack", "versions_in"]
-
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 _KIND_CHARS = 40

@@ -49,18 +49,6 @@ from commutator.errors import PluginError
 from commutator.hookspecs import PROJECT
 from commutator.schema import nearest
 
-__all__ = [
-    "BLOCKED_PLUGINS",
-    "SEAMS",
-    "Installed",
-    "PluginHost",
-    "check_contract",
-    "describe",
-    "installed_plugins",
-    "installed_versions",
-    "load_plugins",
-]
-
 log = logging.getLogger(__name__)
 
 GROUP = "commutator"

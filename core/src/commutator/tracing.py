@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from commutator.config.model import TracingConfig
 
-__all__ = ["DISTRIBUTIONS", "WorkerSpan", "in_span", "missing_package", "start", "worker_span"]
-
 ResultT = TypeVar("ResultT")
 
 DISTRIBUTIONS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from commutator.contract.principal import ANONYMOUS, Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError, PluginError
 
-__all__ = ["Gate"]
-
 log = logging.getLogger(__name__)
 
 

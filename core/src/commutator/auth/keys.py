@@ -37,18 +37,6 @@ from commutator.contract.settings import PositiveSeconds, setting
 from commutator.errors import AuthenticationError, ConfigError
 from commutator.schema import StructureError, build_converter, structure
 
-__all__ = [
-    "KeyAuthenticator",
-    "KeyConfig",
-    "KeyPrincipalConfig",
-    "KeyTable",
-    "KeysConfig",
-    "expiry_unix_s",
-    "hash_of",
-    "new_key",
-    "read_principals",
-]
-
 log = logging.getLogger(__name__)
 
 _PREFIX = "cmt-"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from commutator.contract.principal import SALT_SEPARATOR, Permission, Principal
 from commutator.errors import PermissionDeniedError, RequestError
 
-__all__ = ["allowed_priority", "check_answers", "longest", "may_use", "require", "salted"]
-
 _WHAT = {
     "explain": "ask why a worker was chosen (X-Commutator-Explain)",
     "pin": "keep KV blocks in the tiers (cache_control)",

@@ -6,8 +6,6 @@ from commutator.contract.limiter import Limiter, LimiterContext, RequestLimiter,
 from commutator.contract.principal import Principal
 from commutator.errors import RegistryError
 
-__all__ = ["Unlimited", "UnlimitedLimiter"]
-
 
 class _Unlimited(Ticket):
     __slots__ = ()

@@ -14,7 +14,6 @@ from commutator.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PACKAGES", "AddedCommands", "CommandModule"]
 
 GROUP = "commutator.commands"
 """Entry-point group of the modules that implement the hook ``command_register``."""

@@ -8,8 +8,6 @@ import click
 
 from commutator.cli.options import Sources, configuration_options, no_plugin_option
 
-__all__ = ["config"]
-
 
 @click.group(epilog="Example: commutator config check examples/quickstart.yaml")
 def config() -> None:

@@ -19,8 +19,6 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError
 
-__all__ = ["FrontDoor", "LostError", "front_door_options", "start_text"]
-
 
 class LostError(CommutatorError):
     """The front door cannot be reached, or went away; it may come back."""

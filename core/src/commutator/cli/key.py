@@ -10,8 +10,6 @@ from commutator.auth.keys import expiry_unix_s, hash_of, new_key
 from commutator.config.yaml_file import to_yaml
 from commutator.contract.principal import check_principal_name
 
-__all__ = ["key"]
-
 
 def _name(_context: click.Context, _option: click.Parameter, name: str) -> str:
     try:

@@ -11,8 +11,6 @@ from commutator.config.kinds import default_limiter
 from commutator.config.model import Config
 from commutator.plugins import PluginHost
 
-__all__ = ["warnings_of"]
-
 
 def warnings_of(config: Config, host: PluginHost, now_unix_s: float | None = None) -> Iterator[str]:
     """A line for each valid option that is probably a mistake, printed by `check` and `serve`."""

@@ -14,8 +14,6 @@ from commutator import __version__
 from commutator.cli.added import PACKAGES, AddedCommands
 from commutator.errors import CommutatorError, PluginError
 
-__all__ = ["main"]
-
 _CONTRACT = ".".join(__version__.split(".")[:2])
 """Of plugins; its definition is not imported for the help alone."""
 _PYTHON = ".".join(map(str, sys.version_info[:3]))

@@ -14,15 +14,6 @@ from attrs import frozen
 if TYPE_CHECKING:
     from commutator.config.load import Loaded
 
-__all__ = [
-    "DEFAULT_FILE",
-    "NumberRange",
-    "Sources",
-    "configuration_options",
-    "no_plugin_option",
-    "set_option",
-]
-
 
 class NumberRange(click.FloatRange):
     """A range that also refuses "nan", which click accepts in any range."""

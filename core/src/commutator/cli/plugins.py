@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from commutator.cli.added import CommandModule
     from commutator.plugins import Installed
 
-__all__ = ["plugins"]
-
 
 @click.command(epilog="Example: commutator plugins --json")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array instead of a list.")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from commutator.config.load import Loaded
     from commutator.config.model import Config
 
-__all__ = ["frontend", "run_deployment", "serve"]
 
 log = logging.getLogger(__name__)
 

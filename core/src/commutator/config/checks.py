@@ -26,15 +26,6 @@ from commutator.contract.tier import Memory, TierConfig
 from commutator.plugins import PluginHost
 from commutator.schema import nearest, show
 
-__all__ = [
-    "cross_problems",
-    "fill_in",
-    "fill_in_cluster",
-    "limit_problems",
-    "moved_problems",
-    "tier_warnings",
-]
-
 _WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

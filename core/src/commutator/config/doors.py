@@ -12,8 +12,6 @@ import attrs
 from commutator.config.tree import DEFAULT, Node, find, from_plain
 from commutator.contract.door import DoorConfig, FrontendConfig
 
-__all__ = ["door_path", "door_problems", "port_steps", "short_path", "with_doors"]
-
 _OF_PROCESS = frozenset(field.name for field in attrs.fields(FrontendConfig))
 _OPERATORS = 64
 """Connections of operators and their tools, on the door that `admin` describes."""

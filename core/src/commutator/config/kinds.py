@@ -20,9 +20,6 @@ from commutator.contract.tier import TierConfig
 from commutator.plugins import SEAMS, PluginHost
 from commutator.schema import Mismatch, build_converter, json_schema, mismatch, nearest
 
-__all__ = ["DEFAULT_KINDS", "config_converter", "default_limiter", "file_schema", "unknown_kind"]
-
-
 DEFAULT_KINDS = {"router": "round_robin", "registry": "memory", "launcher": "process"}
 """The kind of each section of ``Config`` that may leave it out."""
 

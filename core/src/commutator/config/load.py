@@ -38,22 +38,6 @@ from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema import StructureError, structure
 
-__all__ = [
-    "DEFAULTS",
-    "PREFIX",
-    "Given",
-    "Loaded",
-    "Override",
-    "apply_overrides",
-    "blocked_plugins",
-    "build_config",
-    "complete",
-    "from_environment",
-    "from_option",
-    "load_config",
-    "read_files",
-]
-
 DEFAULTS = {section: {"kind": kind} for section, kind in DEFAULT_KINDS.items()}
 """The values that files, the environment and options override."""
 

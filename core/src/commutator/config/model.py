@@ -33,19 +33,6 @@ from commutator.contract.settings import (
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import Role
 
-__all__ = [
-    "ClusterConfig",
-    "ClusterTls",
-    "Config",
-    "HostConfig",
-    "LogConfig",
-    "MigrationConfig",
-    "PluginsConfig",
-    "RuntimeConfig",
-    "TracingConfig",
-    "parts_of",
-]
-
 
 @frozen(kw_only=True)
 class MigrationConfig:

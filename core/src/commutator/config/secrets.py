@@ -13,18 +13,6 @@ from commutator.config.model import Config, parts_of
 from commutator.contract.engine import EngineConfig
 from commutator.contract.settings import Secret
 
-__all__ = [
-    "HIDDEN",
-    "foreign_variables",
-    "hidden_arguments",
-    "hidden_line",
-    "hidden_values",
-    "is_secret_name",
-    "secrets_in",
-    "variables_of_frontends",
-    "variables_of_worker",
-]
-
 HIDDEN = "<hidden>"
 """Shown instead of a secret."""
 

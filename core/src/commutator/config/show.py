@@ -15,8 +15,6 @@ from commutator.config.tree import DEFAULT, Node, find
 from commutator.config.yaml_file import Dumper
 from commutator.contract.settings import Secret
 
-__all__ = ["effective", "show_config", "shown"]
-
 _MAX_WIDTH = 60
 """Characters. Longer lines do not move the comments of the others to the right."""
 

@@ -8,20 +8,6 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = [
-    "DEFAULT",
-    "Node",
-    "find",
-    "from_plain",
-    "idle_resets",
-    "merge",
-    "origin_of",
-    "path_steps",
-    "path_text",
-    "plain",
-    "put",
-]
-
 DEFAULT = "default"
 _PATH = re.compile(r"[^.\[\]]+(?:\[\d+\]|\.[^.\[\]]+)*")
 _STEP = re.compile(r"[^.\[\]]+")

@@ -12,8 +12,6 @@ from commutator.config.model import Config
 from commutator.config.tree import path_text
 from commutator.contract.settings import Tunable
 
-__all__ = ["TunableOption", "tunable_options", "with_values"]
-
 Steps = tuple[str | int, ...]
 
 _SECTIONS = ("router", "disaggregation")

@@ -18,8 +18,6 @@ import yaml
 from commutator.config.tree import Node, from_plain
 from commutator.errors import ConfigError
 
-__all__ = ["Dumper", "Loader", "parse_value", "read_file", "to_yaml"]
-
 
 def read_file(path: str | Path, *, resets: bool = False) -> Node:
     """The file's tree; an empty file is an empty mapping. Raises ConfigError."""

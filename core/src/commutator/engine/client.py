@@ -51,8 +51,6 @@ from commutator.trust import (
     is_loopback,
 )
 
-__all__ = ["MAX_MISSES", "PING_EVERY_S", "TokenApiClient"]
-
 log = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0

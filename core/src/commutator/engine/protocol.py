@@ -54,19 +54,6 @@ from commutator.contract.worker import KvPrompt
 from commutator.errors import RequestError
 from commutator.frames import Versions
 
-__all__ = [
-    "INSTANCE",
-    "PROTOCOLS",
-    "SERVICE",
-    "Codec",
-    "DeltaStream",
-    "KvQuestion",
-    "codec_of",
-    "pack_tokens",
-    "unpack_delta",
-    "unpack_tokens",
-]
-
 INSTANCE = "COMMUTATOR_INSTANCE"
 """The environment variable with a worker process's instance, as ``WorkerRecord.instance``."""
 

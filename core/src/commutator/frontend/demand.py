@@ -27,8 +27,6 @@ from commutator.registry.client import connect
 from commutator.registry.hub import connections
 from commutator.routing.dispatcher import Dispatcher
 
-__all__ = ["DemandCounter", "PlannerLink"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25

@@ -14,8 +14,6 @@ from commutator.registry.hub import Hub, connections
 from commutator.registry.index_exchange import SERVICE
 from commutator.routing.prefix_index.snapshot import IndexSharing
 
-__all__ = ["IndexExchangeClient", "warmed"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -24,15 +24,6 @@ from commutator.contract.request import Caller
 from commutator.errors import DeadlineError, OverloadedError
 from commutator.routing.queue import Place, RequestQueue
 
-__all__ = [
-    "ConcurrencyLimiter",
-    "HeldLogprobs",
-    "HeldPlace",
-    "LogprobBudget",
-    "TimeLimit",
-    "TimeLimits",
-]
-
 
 class _PlaceShares(FairnessPolicy):
     """A flow ranks by the places that its requests hold, in proportion to its weight."""

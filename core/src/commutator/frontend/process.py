@@ -52,18 +52,6 @@ from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import network_of_this_process
 
-__all__ = [
-    "REGISTRY",
-    "GroupedLog",
-    "chosen_operations",
-    "follow_supervisor",
-    "main",
-    "parsers_of",
-    "serve_frontend",
-    "text_models",
-    "wait_for_workers",
-]
-
 log = logging.getLogger("commutator.frontend.process")  # not "__main__"
 
 REGISTRY = "COMMUTATOR_REGISTRY"

@@ -35,8 +35,6 @@ from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import refused_connections
 
-__all__ = ["FrontendServices", "problems"]
-
 
 @define(kw_only=True)
 class FrontendServices:

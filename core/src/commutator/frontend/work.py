@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from commutator.errors import OverloadedError
 
-__all__ = ["WORKING_FOR", "WorkPool"]
-
 T = TypeVar("T")
 
 _MAX_THREADS = 8

@@ -27,8 +27,6 @@ from commutator.contract.block import (
 )
 from commutator.trust import note_refusal, proof_of_run
 
-__all__ = ["SEAL_BYTES", "decode_batch", "encode_batch", "seal_message", "unseal_message"]
-
 _STORED_FIELDS = (
     "block_hashes",
     "parent_block_hash",

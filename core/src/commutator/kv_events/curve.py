@@ -21,8 +21,6 @@ from commutator.trust import (
     will_refuse,
 )
 
-__all__ = ["SERVICE", "ReaderGuard", "network_to_guard", "read_with", "reader_keys"]
-
 SERVICE = "KV events"
 """The service that refused readers are counted for."""
 

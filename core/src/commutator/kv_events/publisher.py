@@ -20,15 +20,6 @@ from commutator.errors import EngineError
 from commutator.kv_events.curve import ReaderGuard, network_to_guard
 from commutator.trust import in_url, network_of_this_process, run_folder, secret_of_this_process
 
-__all__ = [
-    "RELAYED_BYTES",
-    "RELAYED_MESSAGES",
-    "MessageHistory",
-    "MessagePublisher",
-    "bind_private",
-    "end_context",
-]
-
 log = logging.getLogger(__name__)
 
 _END = -1

@@ -19,8 +19,6 @@ from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.trust import is_loopback
 
-__all__ = ["EventRelay", "sources_by_rank"]
-
 log = logging.getLogger(__name__)
 
 _FORGET = b""

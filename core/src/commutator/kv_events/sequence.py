@@ -13,17 +13,6 @@ from collections import deque
 from attrs import define, field, frozen
 from xxhash import xxh3_64_intdigest
 
-__all__ = [
-    "Action",
-    "Apply",
-    "EventSequence",
-    "GoOn",
-    "Position",
-    "Replay",
-    "Reset",
-    "SequenceCounters",
-]
-
 
 @frozen
 class Apply:

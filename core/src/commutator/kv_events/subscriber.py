@@ -23,8 +23,6 @@ from commutator.kv_events.sequence import (
     Reset,
 )
 
-__all__ = ["EventSink", "EventSubscriber", "SourceTimes"]
-
 log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from commutator.kv_events.publisher import (
 )
 from commutator.trust import network_of_this_process
 
-__all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]
-
 _FRAMES = 3
 _HIGH_WATER = 100_000
 _MOST_BYTES = 64 << 20

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from commutator.launcher import guard
 
-__all__ = ["MARK", "Guardian"]
-
 log = logging.getLogger(__name__)
 
 MARK = "COMMUTATOR_RUN"

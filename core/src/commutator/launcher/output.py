@@ -13,8 +13,6 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Literal, TextIO
 
-__all__ = ["Printer", "PrinterHandler"]
-
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 _QUEUED_LINES = 10_000

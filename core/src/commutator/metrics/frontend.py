@@ -30,8 +30,6 @@ from commutator.metrics.families import Family
 from commutator.metrics.readings import AtScrape, Readings
 from commutator.routing.router import FALLBACK, Route
 
-__all__ = ["OTHER", "Counter", "FrontendMetrics", "Histogram", "TokenTimes"]
-
 Labels = tuple[str, ...]
 
 OTHER = "other"

@@ -20,8 +20,6 @@ from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
 from commutator.routing.workers import WorkerStatus
 
-__all__ = ["AtScrape", "Readings"]
-
 Samples = Iterator[tuple[Family, tuple[str, ...], float]]
 """Each: the values of the family's labels, in order, and the sample's."""
 

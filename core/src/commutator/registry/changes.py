@@ -16,8 +16,6 @@ from commutator.contract.registry import LAPSED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import WorkerRecord
 from commutator.trust import proof_of_run
 
-__all__ = ["Watchers", "description", "difference", "seal", "succession", "unseal"]
-
 
 def description(holder: WorkerRecord) -> str:
     """Where the worker is that has a worker id, for people."""

@@ -17,8 +17,6 @@ from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 
-__all__ = ["HUB", "LAUNCHER", "PLANNER", "Claim", "is_claim", "workers_only"]
-
 log = logging.getLogger(__name__)
 
 _KIND = "claim"

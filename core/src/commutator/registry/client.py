@@ -32,8 +32,6 @@ from commutator.registry.unready import RunState
 from commutator.trust import ClientGate, Right, RunSecret, TlsError, host_and_port
 from commutator.trust import connect as connect_wire
 
-__all__ = ["RegistryClient", "connect"]
-
 log = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")

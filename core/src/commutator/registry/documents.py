@@ -15,16 +15,6 @@ from commutator.contract.registry import Document
 from commutator.contract.worker import Role
 from commutator.errors import RegistryError
 
-__all__ = [
-    "Desired",
-    "Documents",
-    "load_desired",
-    "load_documents",
-    "replace_file",
-    "save_desired",
-    "save_documents",
-]
-
 StateT = TypeVar("StateT")
 
 _VERSION_BITS = 48

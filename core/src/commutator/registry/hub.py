@@ -22,8 +22,6 @@ from commutator.registry.client import RECONNECT, connect
 from commutator.registry.memory import MemoryConfig
 from commutator.trust import Network
 
-__all__ = ["Hub", "connections", "hub_of"]
-
 log = logging.getLogger(__name__)
 
 _OnFrame = Callable[[list[Any]], None]

@@ -20,8 +20,6 @@ from typing import Any
 
 from commutator.contract.service import Connection, Receiver, Service
 
-__all__ = ["SERVICE", "IndexExchange"]
-
 SERVICE = "index"
 """The first word of each frame."""
 

@@ -38,21 +38,6 @@ from commutator.registry.documents import (
     save_documents,
 )
 
-__all__ = [
-    "Deregister",
-    "Event",
-    "KeepAlive",
-    "Lease",
-    "LeaseTable",
-    "MemoryConfig",
-    "MemoryRegistry",
-    "Register",
-    "SetDraining",
-    "SetRole",
-    "Tick",
-    "step",
-]
-
 _BEAT_S = 1.0
 """The longest time from one look at the leases to the next."""
 _LEASE_ID_BITS = 52

@@ -55,8 +55,6 @@ from commutator.trust import (
     refused_connections,
 )
 
-__all__ = ["SERVICE", "RegistryServer"]
-
 log = logging.getLogger(__name__)
 
 SERVICE = "registry"

@@ -10,8 +10,6 @@ from attrs import evolve, frozen
 
 from commutator.contract.worker import Role
 
-__all__ = ["RunState", "StartLog", "UnreadyState", "UnreadyWorker"]
-
 
 class UnreadyState(StrEnum):
     """Why a worker is not in the registry."""

@@ -42,20 +42,6 @@ from commutator.routing.placement import Placement, WorkerRequest
 from commutator.routing.router import Route
 from commutator.routing.workers import LiveWorker
 
-__all__ = [
-    "Action",
-    "Cause",
-    "Dispatch",
-    "DispatchLimits",
-    "Fail",
-    "Finish",
-    "Migrate",
-    "Migration",
-    "Progress",
-    "cause_of",
-    "decide",
-]
-
 log = logging.getLogger(__name__)
 
 

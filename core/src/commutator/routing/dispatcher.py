@@ -35,8 +35,6 @@ from commutator.routing.workers import (
     worker_status,
 )
 
-__all__ = ["Dispatcher"]
-
 _SLICE_WORKERS = 64
 
 OnPlaced = Callable[[RequestSummary, Placement, bool], None]

@@ -13,8 +13,6 @@ from commutator.errors import EngineUnavailableError
 from commutator.routing.model import ModelRouting
 from commutator.routing.placement import Placement
 
-__all__ = ["RANK_HEADER", "Forward"]
-
 RANK_HEADER = "X-Data-Parallel-Rank"
 """The header for the data-parallel rank, which vLLM and SGLang read."""
 

@@ -12,8 +12,6 @@ from attrs import define, field
 
 from commutator.contract.routing import BusyConfig, WorkerLoad
 
-__all__ = ["InFlightLoad", "Ticket", "load_of", "threshold_hit", "values_of"]
-
 _NOTHING = WorkerLoad()
 _MOST_CHANGES = 1 << 16
 """Workers whose last change is remembered."""

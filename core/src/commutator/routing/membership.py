@@ -17,8 +17,6 @@ from commutator.routing.disagg.prefill_pool import IncompatiblePair, WorkerCompa
 from commutator.routing.model import ModelRouting
 from commutator.routing.workers import LiveWorker, LiveWorkers
 
-__all__ = ["Membership", "WorkerFollower", "WorkerSink"]
-
 log = logging.getLogger(__name__)
 
 _LOGGED_PAIRS = 8

@@ -24,8 +24,6 @@ from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import Arms, ModelRouter
 from commutator.routing.workers import LiveWorkers
 
-__all__ = ["ModelRouting", "TunedPolicy", "model_routing", "tune", "tuned_policies"]
-
 PolicyT = TypeVar("PolicyT")
 
 

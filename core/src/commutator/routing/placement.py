@@ -31,8 +31,6 @@ from commutator.routing.queue import RouterQueue
 from commutator.routing.router import ModelRouter, Route, describe_busy
 from commutator.routing.workers import LiveWorker, LiveWorkers
 
-__all__ = ["Placement", "Placer", "WorkerRequest", "able"]
-
 log = logging.getLogger(__name__)
 
 _PREFETCH_TIMEOUT_S = 5.0

@@ -20,8 +20,6 @@ from commutator.contract.routing import BusyConfig
 from commutator.errors import RoutingError
 from commutator.fairness import Fifo
 
-__all__ = ["Place", "Refusal", "RequestQueue", "RouterQueue"]
-
 ResultT = TypeVar("ResultT")
 
 Attempt = Callable[[], ResultT | None]

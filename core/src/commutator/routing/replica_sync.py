@@ -22,8 +22,6 @@ from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.hub import Hub, connections
 from commutator.routing.load import InFlightLoad, load_of, values_of
 
-__all__ = ["ReplicaLoads", "ReplicaSync", "ShareTimes"]
-
 log = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 << 10

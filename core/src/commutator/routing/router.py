@@ -30,8 +30,6 @@ from commutator.routing.prefix_index.prefix_map import NOTHING_HELD
 from commutator.routing.shortlist import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
 
-__all__ = ["FALLBACK", "Arms", "ModelRouter", "PolicyRunner", "Route", "describe_busy"]
-
 log = logging.getLogger(__name__)
 
 PolicyT = TypeVar("PolicyT")

@@ -40,8 +40,6 @@ from commutator.routing.prefix_index.index import PrefixIndex
 from commutator.routing.prefix_index.prefix_map import NOTHING_HELD, PrefixMatch
 from commutator.routing.workers import LiveWorker
 
-__all__ = ["Found", "IndexedPool", "LoadIndex", "RankTable"]
-
 _FEW = 8
 """So many ranks are looked at one by one: the bound would cost more than it can save."""
 

@@ -17,8 +17,6 @@ from commutator.contract.worker import KvStatistics, Role, TransferStatistics, W
 from commutator.errors import CommutatorError
 from commutator.routing.load import InFlightLoad
 
-__all__ = ["LiveWorker", "LiveWorkers", "WorkerPoll", "WorkerStatus", "answers_of", "worker_status"]
-
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.05, 0.1, 0.2, 0.5, 1.0)

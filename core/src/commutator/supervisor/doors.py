@@ -9,8 +9,6 @@ from collections.abc import Callable
 from commutator.errors import CommutatorError
 from commutator.supervisor.frontend_agent import FrontendAgent
 
-__all__ = ["Doors"]
-
 log = logging.getLogger(__name__)
 _READY_S = 120.0
 """For a new front door to serve, before the old ones are kept instead."""

@@ -20,8 +20,6 @@ from commutator.registry.claims import workers_only
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.specs import WorkerSpec
 
-__all__ = ["ActionResult", "Agent", "Fleet", "OnRefused", "Running", "loaded"]
-
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.25

@@ -17,8 +17,6 @@ from commutator.contract.launcher import Launcher, LaunchPlan
 from commutator.errors import CommutatorError
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 
-__all__ = ["FrontendAgent", "Patience"]
-
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
 

@@ -37,21 +37,6 @@ from commutator.trust import (
 )
 from commutator.trust.wire import certificates_of
 
-__all__ = [
-    "as_member",
-    "can_be_hub",
-    "cluster_warnings",
-    "host_problems",
-    "kv_host",
-    "launcher_context",
-    "network_of",
-    "registry_client",
-    "run_secret",
-    "serves_registry",
-    "those_set",
-    "transport_variables",
-]
-
 _SIOCGIFADDR = 0x8915
 """Asks Linux for the IPv4 address of an interface."""
 

@@ -36,18 +36,6 @@ from commutator.supervisor import agent_process
 from commutator.supervisor.agent_process import CONFIG, ORDER, Order
 from commutator.supervisor.specs import WorkerSpec
 
-__all__ = [
-    "Failed",
-    "Place",
-    "PlacedFleet",
-    "PlacedWorker",
-    "Remove",
-    "agent_plan",
-    "of_agents",
-    "place_of",
-    "reconcile",
-]
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0

@@ -33,8 +33,6 @@ from commutator.tokenizer.load import (
 from commutator.tokenizer.text_model import ChatTemplate
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
-__all__ = ["check_files", "check_machine", "check_routes", "fetch_models", "machine_warnings"]
-
 log = logging.getLogger(__name__)
 _WORKER = "{worker}"
 _LONGEST_FOLDER = 64

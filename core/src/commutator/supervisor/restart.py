@@ -13,8 +13,6 @@ from commutator.backoff import Backoff
 from commutator.contract.launcher import LaunchedProcess
 from commutator.errors import CommutatorError
 
-__all__ = ["Ended", "ProcessEndedError", "keep_running", "while_alive"]
-
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 

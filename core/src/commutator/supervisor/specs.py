@@ -17,8 +17,6 @@ from commutator.contract.tier import TierConfig
 from commutator.supervisor.hosts import kv_host
 from commutator.trust import Network
 
-__all__ = ["WorkerSpec", "generation_of", "with_capacity", "worker_spec", "worker_specs"]
-
 _NOT_OF_WORKERS = ("live", "new requests", "doors")
 """When options take effect that change no worker."""
 

@@ -65,8 +65,6 @@ from commutator.supervisor.specs import WorkerSpec, with_capacity, worker_specs
 from commutator.supervisor.worker_agent import WorkerAgent
 from commutator.trust import adopt, host_and_port, in_url, use_network
 
-__all__ = ["Supervisor", "banner", "front_door_address", "write_effective"]
-
 log = logging.getLogger(__name__)
 _SAY_WAITING_AFTER_S = 5.0
 _SAY_WAITING_EVERY_S = 60.0

@@ -41,8 +41,6 @@ from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running
 from commutator.supervisor.specs import WorkerSpec
 from commutator.trust import in_url, network_of_this_process
 
-__all__ = ["KvPeers", "WorkerAgent", "relayed_address"]
-
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 _POLL_S = 0.1

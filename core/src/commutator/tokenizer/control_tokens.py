@@ -32,8 +32,6 @@ from tokenizers import Tokenizer
 
 from commutator.tokenizer.encoder import random_texts
 
-__all__ = ["ControlTokens", "RenderedPrompt"]
-
 _LIKELY = re.compile(
     r"<[|｜].+|.+[|｜]>|\[/?[A-Z_]+\]|</?[\w:]*(?:think|tool|func|arg)[\w:]*>"  # noqa: RUF001
 )

@@ -27,8 +27,6 @@ from typing import Any
 from attrs import frozen
 from tokenizers import Tokenizer
 
-__all__ = ["CutPoints", "cut_points_of", "find_cut_points", "llama_words", "steps_of"]
-
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -10,8 +10,6 @@ from attrs import evolve, frozen
 from commutator.contract.engine import GenerationConfig
 from commutator.errors import ConfigError
 
-__all__ = ["AnswerDefaults", "configured", "model_defaults"]
-
 
 @frozen(kw_only=True)
 class AnswerDefaults:

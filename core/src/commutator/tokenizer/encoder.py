@@ -26,17 +26,6 @@ from tokenizers import Tokenizer
 
 from commutator.errors import RequestError
 
-__all__ = [
-    "LONGEST_EXACT",
-    "LONGEST_FAST",
-    "Encoder",
-    "FastEncode",
-    "FastTokenizer",
-    "TokenIds",
-    "fastokens_encode",
-    "random_texts",
-]
-
 log = logging.getLogger(__name__)
 
 

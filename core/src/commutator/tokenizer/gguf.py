@@ -16,8 +16,6 @@ from commutator.errors import ConfigError
 from commutator.tokenizer.cut_points import llama_words
 from commutator.tokenizer.text_model import TextModel
 
-__all__ = ["GgufTensor", "load_gguf", "read_gguf", "read_gguf_metadata", "tokenizer_from_gguf"]
-
 # End of text, of a turn, of a message: each ends an answer.
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

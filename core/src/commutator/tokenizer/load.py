@@ -16,15 +16,6 @@ from commutator.tokenizer.defaults import model_defaults
 from commutator.tokenizer.gguf import load_gguf
 from commutator.tokenizer.text_model import TextModel
 
-__all__ = [
-    "download",
-    "downloaded",
-    "is_model_name",
-    "load_huggingface",
-    "load_text_model",
-    "locate_model",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["*.pt", "*.pth", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*", "*.gguf"]
 """Weights in formats beside the one that engines read; together they often double the bytes."""

@@ -15,8 +15,6 @@ from attrs import define, field, frozen
 from commutator.tokenizer.cut_points import CutPoints
 from commutator.tokenizer.encoder import Encoder, TokenIds
 
-__all__ = ["BlockHashing", "FoundPrefix", "PromptTokenCache", "PromptTokens"]
-
 _SHORTEST_CHUNK = 200
 
 # To keep a prompt's new end costs about as much as tokenizing this much of it; half of it on

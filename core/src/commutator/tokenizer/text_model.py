@@ -31,16 +31,6 @@ from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
 from commutator.tokenizer.defaults import AnswerDefaults
 from commutator.tokenizer.encoder import FastTokenizer
 
-__all__ = [
-    "CallHistory",
-    "ChatTemplate",
-    "Detokenizer",
-    "StopMatcher",
-    "TextModel",
-    "TokenBytes",
-    "token_bytes",
-]
-
 
 class _GenerationBlock(Extension):
     """``{% generation %}`` marks the assistant's text for training; here it has no effect."""

@@ -17,8 +17,6 @@ from commutator.trust.network import TlsError, network_of_this_process, peer_ide
 from commutator.trust.refusals import note_refusal, will_refuse
 from commutator.trust.secret import RunSecret, secret_of_this_process
 
-__all__ = ["ClientGate", "Gate", "ServerGate", "address_text"]
-
 _DEADLINE_S = 5.0
 _MAX_PENDING = 128
 """Connections whose peer has not proved itself yet; the oldest ones make room for new ones."""

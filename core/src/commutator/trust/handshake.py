@@ -19,8 +19,6 @@ from hmac import compare_digest
 
 from commutator.trust.secret import RunSecret
 
-__all__ = ["ClientHandshake", "Handshake", "HandshakeError", "ServerHandshake"]
-
 MAGIC = b"CMTR\x00HS\x01"
 """Longer than any frame, when read as the length of one, so that other peers close at once."""
 NONCE_BYTES = 32

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from attrs import Attribute, field, frozen
 
-__all__ = ["Identity", "Kind", "Right", "identity_in"]
-
 _SCHEME = "commutator://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 

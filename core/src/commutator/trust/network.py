@@ -23,18 +23,6 @@ from attrs import asdict, frozen
 from commutator.errors import CommutatorError
 from commutator.trust.identity import Identity, identity_in
 
-__all__ = [
-    "NETWORK",
-    "Certificates",
-    "Network",
-    "TlsError",
-    "TlsFiles",
-    "is_loopback",
-    "network_of_this_process",
-    "peer_identity",
-    "use_network",
-]
-
 log = logging.getLogger("commutator.trust")
 
 NETWORK = "COMMUTATOR_NETWORK"

@@ -8,8 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-__all__ = ["RefusalLog", "note_refusal", "refused_connections", "will_refuse"]
-
 log = logging.getLogger("commutator.trust")
 
 _LINE_EVERY_S = 10.0

@@ -15,16 +15,6 @@ from attrs import field, frozen
 
 from commutator.errors import CommutatorError
 
-__all__ = [
-    "SECRET_FILE",
-    "RunSecret",
-    "SecretFileError",
-    "adopt",
-    "proof_of_run",
-    "run_folder",
-    "secret_of_this_process",
-]
-
 SECRET_FILE = "COMMUTATOR_SECRET_FILE"  # noqa: S105 - the name of a variable
 """The environment variable with the path of the file that holds the run's secret.
 

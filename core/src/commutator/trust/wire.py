@@ -20,18 +20,6 @@ from commutator.trust.network import (
 )
 from commutator.trust.refusals import note_refusal, will_refuse
 
-__all__ = [
-    "Listener",
-    "certificates_of",
-    "connect",
-    "host_and_port",
-    "in_url",
-    "listen",
-    "notice_loss",
-    "secured",
-    "serve",
-]
-
 log = logging.getLogger("commutator.trust")
 
 _HANDSHAKE_S = 5.0

@@ -17,17 +17,6 @@ import msgspec
 from commutator.errors import RequestError
 from commutator.frontend.request.call import INLINE_BYTES, Call
 
-__all__ = [
-    "MAX_CONTAINERS",
-    "MAX_DEPTH",
-    "MAX_VALUES",
-    "WrongSomewhereError",
-    "check_json",
-    "parse_object",
-    "read_object",
-    "read_structured",
-]
-
 T = TypeVar("T")
 
 

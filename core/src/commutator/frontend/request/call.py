@@ -24,8 +24,6 @@ from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.services import FrontendServices
 
-__all__ = ["INLINE_BYTES", "TIMEOUT_HEADER", "Call"]
-
 log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "X-Request-Timeout-S"

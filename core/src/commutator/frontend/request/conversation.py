@@ -20,16 +20,6 @@ from commutator.contract.parser import Parser
 from commutator.errors import RequestError
 from commutator.tokenizer.text_model import ChatTemplate
 
-__all__ = [
-    "NOT_SERVED",
-    "check_template",
-    "check_tools",
-    "messages_of",
-    "offered_tools",
-    "template_tools",
-    "thinking_variables",
-]
-
 NOT_SERVED = "unsupported_parameter"
 """The code of a RequestError for what is known, but not served here."""
 

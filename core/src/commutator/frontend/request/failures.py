@@ -26,8 +26,6 @@ from commutator.errors import (
     RoutingError,
 )
 
-__all__ = ["RATE_LIMIT_HEADERS", "as_duration", "log_failure", "rate_limits", "to_failure"]
-
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1

@@ -35,8 +35,6 @@ from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import StopMatcher, TextModel
 
-__all__ = ["Choice", "ChoiceRules", "Events", "Generation", "Plan"]
-
 _FINISHES: dict[FinishReason, FinishKind] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",

@@ -27,8 +27,6 @@ from commutator.tokenizer.prompt_cache import (
 )
 from commutator.tokenizer.text_model import ChatTemplate, TextModel
 
-__all__ = ["Preprocessor", "size_of"]
-
 log = logging.getLogger(__name__)
 
 # Tokenizing this much takes a few milliseconds; a thread costs a fraction of one.

@@ -14,8 +14,6 @@ from commutator.frontend.request.generation import Generation
 from commutator.frontend.request.planning import NOT_SERVED, Plan, Target, make_plan
 from commutator.frontend.work import WorkPool
 
-__all__ = ["answer"]
-
 _INLINE_BYTES = 1 << 20
 _INLINE_LOGPROBS = 32
 """Each takes some microseconds to encode, with 20 alternatives some tens."""

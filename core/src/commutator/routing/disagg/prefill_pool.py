@@ -25,18 +25,6 @@ from commutator.routing.placement import Placement, Placer
 from commutator.routing.router import Arms, PolicyRunner
 from commutator.routing.workers import LiveWorker
 
-__all__ = [
-    "POLICY_FAILED",
-    "DisaggDecision",
-    "IncompatiblePair",
-    "Line",
-    "PrefillPool",
-    "QueueState",
-    "Rate",
-    "SpeedMeter",
-    "WorkerCompatibility",
-]
-
 POLICY_FAILED = "policy failed"
 """The reason of the answer that replaces a failed policy's."""
 

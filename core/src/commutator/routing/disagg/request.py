@@ -27,8 +27,6 @@ from commutator.routing.disagg.prefill_pool import DisaggDecision, PrefillPool
 from commutator.routing.placement import Placement, WorkerRequest
 from commutator.routing.workers import LiveWorker
 
-__all__ = ["DisaggRequest", "Fallback", "on_handover_failure"]
-
 log = logging.getLogger(__name__)
 
 

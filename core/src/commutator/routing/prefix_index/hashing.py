@@ -18,15 +18,6 @@ import xxhash
 from commutator.contract.block import media_in
 from commutator.contract.request import MediaIdentity
 
-__all__ = [
-    "HASH_SEED",
-    "chain_hashes",
-    "hash_root",
-    "hash_seed",
-    "local_block_hashes",
-    "sequence_hashes",
-]
-
 HASH_SEED = 1337
 
 TOKEN_BYTES = 4

@@ -10,8 +10,6 @@ from attrs import define, field, frozen
 
 from commutator.routing.prefix_index.index import RankBlocks
 
-__all__ = ["Cause", "EventHealth", "EventWarning", "PromptChecks"]
-
 _SILENT_AFTER = 3
 """Computed prompts without any event after which a worker counts as silent."""
 _ENOUGH = 8

@@ -22,17 +22,6 @@ from commutator.contract.routing import Overlap, WorkerRank, on_device
 from commutator.routing.prefix_index.hashing import chain_hashes, hash_root, local_block_hashes
 from commutator.routing.prefix_index.prefix_map import PrefixMap, PrefixMatch, slots_of
 
-__all__ = [
-    "EngineBlockHash",
-    "IndexStatistics",
-    "Orphan",
-    "Orphans",
-    "PrefixIndex",
-    "RankBlocks",
-    "RankCounters",
-    "RankSnapshot",
-]
-
 _MAX_MEMBER_SETS = 1024
 _MOST_BLOCK_TOKENS = 1 << 14
 _MOST_BLOCK_SIZES = 16

@@ -29,8 +29,6 @@ from commutator.routing.prefix_index.health import Cause, EventHealth, EventWarn
 from commutator.routing.prefix_index.index import PrefixIndex, RankSnapshot
 from commutator.routing.prefix_index.prefix_map import PrefixMatch
 
-__all__ = ["GuessedBlocks", "KvIndexer", "WorkerEvents", "WorkerSnapshot"]
-
 log = logging.getLogger(__name__)
 
 _REVIEW_INTERVAL_S = 5.0

@@ -16,8 +16,6 @@ from weakref import WeakValueDictionary
 from commutator.contract.block import CacheLevel
 from commutator.contract.routing import Overlap, on_device
 
-__all__ = ["NOTHING_HELD", "NO_HOLDERS", "Holders", "PrefixMap", "PrefixMatch", "slots_of"]
-
 _FEW = 2  # an itemgetter of one key returns no tuple
 
 _NOTHING = Overlap()

@@ -31,8 +31,6 @@ from commutator.frames import MAX_FRAME_BYTES, Versions, pack, versions_in
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
 
-__all__ = ["CODECS", "INDEX_SUFFIX", "IndexFormat", "IndexSharing", "SnapshotCodec", "index_frames"]
-
 log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".index"

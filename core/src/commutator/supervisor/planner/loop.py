@@ -19,8 +19,6 @@ from commutator.planning import ActionKind, FleetPlanner, FleetState, Plan, Plan
 from commutator.supervisor.fleet import ActionResult, loaded
 from commutator.supervisor.planner.plan_log import PlanLog
 
-__all__ = ["PlannedFleet", "PlannerLoop", "SteadyClock", "Surroundings"]
-
 log = logging.getLogger(__name__)
 
 _SOONEST_S = 0.5

@@ -15,8 +15,6 @@ from commutator.contract.worker import Role
 from commutator.planning import ActionKind, Plan
 from commutator.supervisor.fleet import ActionResult
 
-__all__ = ["PlanLog"]
-
 log = logging.getLogger(__name__)
 
 _EXPLAINED = 2000

@@ -9,8 +9,6 @@ from commutator.contract.service import Connection, Receiver, Service
 from commutator.demand import DoorReport
 from commutator.supervisor.planner.loop import PlannerLoop
 
-__all__ = ["PlannerService"]
-
 SERVICE = "planner"
 """The first word of each frame between front doors and planner."""
 

@@ -20,8 +20,6 @@ from commutator.contract.worker import Role
 from commutator.planning import FleetPlanner
 from commutator.plugins import PluginHost
 
-__all__ = ["make_planner", "make_tuning", "planner_context", "planner_problems"]
-
 _OF_A_FLEET = frozenset({"name", "role", "replicas"})
 """Options of an engine that say nothing of one worker's speed."""
 

@@ -14,8 +14,6 @@ from commutator.errors import AuthenticationError
 from commutator_jwt.config import JwtConfig
 from commutator_jwt.keys import KeySet, KeySource, keys_of_file
 
-__all__ = ["JwtAuthenticator", "principal_of"]
-
 _LONGEST = 8 << 10
 _SEGMENTS = 3
 

@@ -10,8 +10,6 @@ from attrs import Attribute, frozen
 from commutator import PositiveSeconds, Seconds, setting
 from commutator.contract.principal import AuthenticatorConfig, PrincipalConfig
 
-__all__ = ["Algorithm", "JwtConfig"]
-
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]

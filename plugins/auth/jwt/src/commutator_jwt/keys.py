@@ -18,8 +18,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from commutator.errors import AuthenticationError, ConfigError
 from commutator_jwt.config import JwtConfig
 
-__all__ = ["KeySet", "KeySource", "keys_of_file"]
-
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0

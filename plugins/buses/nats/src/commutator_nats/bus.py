@@ -28,8 +28,6 @@ from commutator_nats.config import NatsConfig
 from commutator_nats.connection import Connection
 from commutator_nats.framing import Frame, Incoming, Page, Reassembly, Request, head, page, split
 
-__all__ = ["NatsEventBus"]
-
 log = logging.getLogger(__name__)
 
 _SCHEME = "nats-subject:"

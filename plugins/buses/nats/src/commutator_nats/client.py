@@ -17,8 +17,6 @@ from nats.errors import Error
 
 from commutator_nats.config import NatsServers
 
-__all__ = ["CONNECT_TIMEOUT_S", "close", "connected"]
-
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2

@@ -12,8 +12,6 @@ from commutator import PositiveInt, Secret, setting
 from commutator.contract.event_bus import EventBusConfig
 from commutator.registry import is_loopback
 
-__all__ = ["NatsConfig", "NatsServers", "NatsTls"]
-
 
 @frozen(kw_only=True)
 class NatsTls:

@@ -21,8 +21,6 @@ from nats.errors import Error
 from commutator_nats.client import CONNECT_TIMEOUT_S, close, connected
 from commutator_nats.config import NatsConfig
 
-__all__ = ["Connection", "Subject"]
-
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2

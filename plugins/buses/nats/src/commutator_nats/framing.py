@@ -13,8 +13,6 @@ import msgspec
 
 from commutator.contract.event_bus import KeptMessages, Message
 
-__all__ = ["Frame", "Incoming", "Page", "Piece", "Reassembly", "Request", "head", "page", "split"]
-
 _RECORD_BYTES = 40
 """What a piece costs in a page beside its bytes, at most."""
 _MOST_PIECES = 1000

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import httpx2
     import openai
 
-__all__ = ["AsyncClient", "AsyncPieces"]
 
 Message = Mapping[str, Any]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-__all__ = ["ClientConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:

@@ -10,15 +10,6 @@ ClientError
 
 from __future__ import annotations
 
-__all__ = [
-    "ApiError",
-    "ClientConnectionError",
-    "ClientError",
-    "ClientTimeoutError",
-    "OverloadedError",
-    "UnavailableError",
-]
-
 
 class ClientError(Exception):
     """A request failed. ``attempts`` is how often it was sent, or tried to be."""

@@ -11,25 +11,6 @@ from typing import Any
 from commutator_client.errors import ApiError, ClientConnectionError, UnavailableError
 from commutator_client.results import Classification, Ranked
 
-__all__ = [
-    "DEFAULT",
-    "EMBEDDED_TOGETHER",
-    "NO_HEALTH",
-    "Progress",
-    "chat_body",
-    "classifications",
-    "embedding_bodies",
-    "ranking",
-    "rerank_body",
-    "response_body",
-    "score_body",
-    "scores",
-    "truncated",
-    "unready",
-    "vectors",
-    "with_model",
-]
-
 DEFAULT = "default"
 """The model that the configuration names, or the only one that is served."""
 EMBEDDED_TOGETHER = 2_048

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-__all__ = ["Retries", "retry_after_s"]
-
 _AGAIN = frozenset({408, 429, 502, 503})
 """Not now. A 500 or a 504 was computed and failed: once more would cost the same again."""
 _JITTER = 0.25

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import httpx2
     import openai
 
-__all__ = ["Client", "Pieces"]
 
 Message = Mapping[str, Any]
 

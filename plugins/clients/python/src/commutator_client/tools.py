@@ -11,8 +11,6 @@ from typing import Any
 
 from commutator_client.errors import ClientError
 
-__all__ = ["Tool", "Turns", "tools_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tool:

@@ -27,16 +27,6 @@ from commutator_client.errors import (
 )
 from commutator_client.retries import Retries, retry_after_s
 
-__all__ = [
-    "AsyncConnections",
-    "Connections",
-    "async_openai",
-    "attempts_of",
-    "sync_openai",
-    "translated",
-    "until_whole",
-]
-
 _NO_KEY = "unused"
 """OpenAI's clients take a key from the environment where none is given: not for this server."""
 _ATTEMPTS = "commutator_attempts"

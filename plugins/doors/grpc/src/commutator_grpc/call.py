@@ -35,8 +35,6 @@ from commutator_http.call import request_id_of, room_for
 from commutator_http.connections import Strangers
 from commutator_http.middleware import bearer_of
 
-__all__ = ["CallInfo", "DoorParts", "RpcCall", "UnaryCall", "address_of", "headers_of"]
-
 _REQUEST_ID = "x-request-id"
 _MESSAGES = 8
 """Messages of the largest size that are parsed at the same time; others wait."""

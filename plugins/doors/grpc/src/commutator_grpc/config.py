@@ -9,8 +9,6 @@ from attrs import frozen
 from commutator import DoorConfig, PositiveInt, PositiveSeconds, Secret, setting
 from commutator.contract.door import Operations
 
-__all__ = ["GrpcConfig", "GrpcTlsConfig"]
-
 
 @frozen(kw_only=True)
 class GrpcTlsConfig:

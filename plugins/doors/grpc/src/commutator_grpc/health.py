@@ -12,8 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from commutator.frontend import FrontendServices
 from commutator_grpc.call import CallInfo
 
-__all__ = ["HealthServicer"]
-
 _LOOK_S = 1.0
 _MOST_WATCHES = 64
 

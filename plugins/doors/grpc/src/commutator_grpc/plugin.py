@@ -16,8 +16,6 @@ from commutator_grpc.config import GrpcConfig, GrpcTlsConfig
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
 
-__all__ = ["GrpcDoor"]
-
 
 class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
     """gRPC over HTTP/2."""

@@ -18,8 +18,6 @@ from commutator_grpc.call import CallInfo, DoorParts, address_of, headers_of
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.middleware import bearer_of
 
-__all__ = ["GuardedReflection", "pool_of"]
-
 _MOST_STREAMS = 64
 
 

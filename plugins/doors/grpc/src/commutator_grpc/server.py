@@ -27,8 +27,6 @@ from commutator_http.config import HttpConfig
 from commutator_http.middleware import noted
 from commutator_http.server import Runner, open_local
 
-__all__ = ["OpenServer", "open_server"]
-
 log = logging.getLogger(__name__)
 
 _OK = 200

@@ -11,8 +11,6 @@ from grpc import StatusCode
 
 from commutator.contract.answer import Failure
 
-__all__ = ["code_of", "trailers_of"]
-
 _CODES = {
     400: StatusCode.INVALID_ARGUMENT,
     401: StatusCode.UNAUTHENTICATED,

@@ -18,8 +18,6 @@ from commutator_grpc.status import code_of, trailers_of
 from commutator_http.call import MessageCall
 from commutator_http.middleware import noted
 
-__all__ = ["OpenStreams", "StreamCall"]
-
 _OK = 200
 _UNAUTHORIZED = 401
 _CLIENT_GONE = 499

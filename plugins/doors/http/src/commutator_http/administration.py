@@ -46,8 +46,6 @@ from commutator.errors import (
 from commutator.frontend import FrontendServices
 from commutator_http.health import json_response
 
-__all__ = ["admin_routes", "local_user"]
-
 log = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")

@@ -41,9 +41,6 @@ from commutator_http.middleware import (
 )
 from commutator_http.sockets import close_sockets, serve_socket
 
-__all__ = ["StaticKeys", "build_app", "build_local_app"]
-
-
 _HTTP = {WEBSOCKET: "GET"}
 """The methods that requests have, where those of routes are others."""
 

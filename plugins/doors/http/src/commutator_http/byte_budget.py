@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 
 from commutator.errors import OverloadedError
 
-__all__ = ["ByteBudget"]
-
 
 class ByteBudget:
     """Bytes that large bodies may take together while they are read and parsed.

@@ -35,22 +35,6 @@ from commutator_http.hosts import Hosts
 from commutator_http.inflate import CODINGS, InflateError, Inflater
 from commutator_http.silence import Silences
 
-__all__ = [
-    "CALL",
-    "DOOR",
-    "OTHER",
-    "WEBSOCKET",
-    "ClientConnection",
-    "DoorParts",
-    "HttpCall",
-    "MessageCall",
-    "MountedRoute",
-    "close_after",
-    "is_generating",
-    "request_id_of",
-    "room_for",
-]
-
 WEBSOCKET = "WEBSOCKET"
 """The method of routes, and of calls, that are messages of a WebSocket."""
 OTHER = "other"

@@ -19,13 +19,6 @@ from commutator import (
 )
 from commutator.errors import ConfigError
 
-__all__ = [
-    "HttpConfig",
-    "TlsConfig",
-    "origin_problem",
-    "tls_context",
-]
-
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://((?:[a-z0-9_.-]+|\[[0-9a-f:.]+\]))(?::([0-9]+))?")
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _USUAL_PORTS = {"http": "80", "https": "443"}

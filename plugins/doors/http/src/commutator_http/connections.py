@@ -23,14 +23,6 @@ from functools import partial
 
 from attrs import define, field
 
-__all__ = [
-    "Connection",
-    "ConnectionTable",
-    "Listener",
-    "Strangers",
-    "most_connections",
-]
-
 log = logging.getLogger(__name__)
 
 _FOR_PROBES = 16

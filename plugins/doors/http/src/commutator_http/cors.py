@@ -9,8 +9,6 @@ from aiohttp.typedefs import Handler
 
 from commutator.frontend import RATE_LIMIT_HEADERS
 
-__all__ = ["Cors"]
-
 _SHOWN = (
     "X-Request-Id",
     "X-Commutator-Worker",

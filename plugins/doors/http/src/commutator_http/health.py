@@ -17,14 +17,6 @@ from attrs import AttrsInstance
 
 from commutator.frontend import FrontendServices, installed_versions
 
-__all__ = [
-    "OPERATIONS_PATHS",
-    "PROBE_PATHS",
-    "health_routes",
-    "json_response",
-    "merged_pages",
-]
-
 PROBE_PATHS = frozenset({"/live", "/ready", "/healthz", "/ping"})
 """They tell everyone only whether the process answers, and whether it can serve."""
 

@@ -12,8 +12,6 @@ from ipaddress import ip_address
 
 from commutator.contract.answer import Failure
 
-__all__ = ["Hosts"]
-
 _NOBODYS = (".local", ".localhost", ".internal")
 """Ends of names that are not given out."""
 _KEPT = 256

@@ -13,8 +13,6 @@ from aiohttp.compression_utils import (
     ZSTDDecompressor,
 )
 
-__all__ = ["CODINGS", "MOST_TIMES_LARGER", "InflateError", "Inflater"]
-
 MOST_TIMES_LARGER = 100
 """Text becomes some 5 times smaller; Envoy's decompressor stops at the same ratio."""
 _FREE_BYTES = 1 << 20

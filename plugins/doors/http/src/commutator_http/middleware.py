@@ -32,22 +32,6 @@ from commutator_http.call import (
 )
 from commutator_http.health import OPERATIONS_PATHS
 
-__all__ = [
-    "add_headers",
-    "administrator",
-    "authenticate",
-    "authenticate_administrator",
-    "bearer_of",
-    "begin",
-    "exchange",
-    "failure_response",
-    "find_answer",
-    "from_aiohttp",
-    "live_reader",
-    "noted",
-    "own_user",
-]
-
 log = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499

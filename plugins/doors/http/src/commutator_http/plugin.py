@@ -15,8 +15,6 @@ from commutator_http.config import HttpConfig, tls_context
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
 
-__all__ = ["HttpDoor"]
-
 
 def _data(example: Example) -> str:
     """The body for curl, which reads the file X where `-d` is "@X"."""

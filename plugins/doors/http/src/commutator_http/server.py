@@ -34,12 +34,6 @@ from commutator_http.connections import (
 from commutator_http.health import PROBE_PATHS
 from commutator_http.middleware import failure_response, find_answer
 
-__all__ = [
-    "Runner",
-    "open_local",
-    "open_server",
-]
-
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4096

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-__all__ = ["Silences"]
-
 _LOOKS = 8
 """At silences in the time that one may last."""
 

@@ -27,8 +27,6 @@ from commutator_http.call import (
 )
 from commutator_http.middleware import begin, noted
 
-__all__ = ["close_sockets", "serve_socket"]
-
 _MAX_WAITING = 4
 """Messages that wait while one is answered."""
 _CLOSE_S = 2.0

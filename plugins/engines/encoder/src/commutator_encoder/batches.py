@@ -10,8 +10,6 @@ from attrs import define, field
 
 from commutator import GenerateRequest, Pooling
 
-__all__ = ["Input", "Job", "Waiting", "batches_of"]
-
 
 @define(eq=False)
 class Job:

@@ -8,8 +8,6 @@ from attrs import frozen
 
 from commutator import EngineConfig, NonNegativeInt, PositiveInt, setting
 
-__all__ = ["EncoderConfig"]
-
 
 @frozen(kw_only=True)
 class EncoderConfig(EngineConfig):

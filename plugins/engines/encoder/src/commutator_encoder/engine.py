@@ -29,8 +29,6 @@ from commutator_encoder.model import Encoder, load_encoder, pooled, squashed
 from commutator_engine_kit import Emit, EngineStart, TokenEngine
 from commutator_engine_kit.pytorch import prepare_pytorch
 
-__all__ = ["EncoderEngine"]
-
 log = logging.getLogger(__name__)
 
 _CPU_TOKENS = 2_048

@@ -16,8 +16,6 @@ from attrs import evolve, frozen
 from commutator import Operation
 from commutator.errors import ConfigError
 
-__all__ = ["ModelFacts", "PoolingMode", "Squash", "read_facts"]
-
 PoolingMode = Literal["mean", "cls", "max", "mean_sqrt_len"]
 Squash = Literal["sigmoid", "softmax", "none"]
 """What makes logits scores or probabilities."""

@@ -14,8 +14,6 @@ from torch.nn import functional
 from commutator.errors import ConfigError
 from commutator_encoder.facts import ModelFacts
 
-__all__ = ["Encoder", "load_encoder", "pooled", "squashed"]
-
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),

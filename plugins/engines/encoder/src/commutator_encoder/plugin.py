@@ -20,8 +20,6 @@ from commutator_encoder.config import EncoderConfig
 from commutator_encoder.facts import read_facts
 from commutator_engine_kit import engine_command
 
-__all__ = ["EncoderConnector"]
-
 
 class EncoderConnector(EngineConnector[EncoderConfig]):
     """Starts `python -m commutator_encoder` and speaks the token API to it."""

@@ -9,8 +9,6 @@ from functools import partial
 from commutator.contract.block import EventBatch, KvEvent
 from commutator.kv_events import MessagePublisher, encode_batch
 
-__all__ = ["EventPublisher"]
-
 
 class EventPublisher(MessagePublisher):
     """Publishes the events of one data-parallel rank of an engine."""

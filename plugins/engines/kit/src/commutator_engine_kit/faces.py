@@ -11,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["face"]
-
 
 def face(package: str, file: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package, whose ``__init__`` is ``file``.

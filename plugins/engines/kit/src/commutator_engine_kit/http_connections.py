@@ -15,8 +15,6 @@ import httptools
 
 from commutator.errors import EngineUnavailableError
 
-__all__ = ["Connect", "HttpAnswer", "HttpConnections"]
-
 MAX_HEAD_BYTES = 64 << 10
 """The most that a server may send without a byte of its answer's body, such as headers."""
 _MOST_UNREAD_BYTES = 256 << 10

@@ -31,12 +31,6 @@ from commutator.schema import structure
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
 from commutator_engine_kit.server import TokenApiServer, TokenEngine
 
-__all__ = [
-    "EngineStart",
-    "engine_command",
-    "run_engine_process",
-]
-
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)

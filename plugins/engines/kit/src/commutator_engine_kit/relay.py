@@ -50,8 +50,6 @@ from commutator_engine_kit.http import (
 )
 from commutator_engine_kit.launching import api_key_at
 
-__all__ = ["SERVICE", "RelayServer"]
-
 log = logging.getLogger("commutator_engine_kit.relay")  # not "__main__"
 
 SERVICE = "engine relay"

@@ -39,12 +39,6 @@ from commutator.trust import (
 )
 from commutator_engine_kit.kv.admin import KvAdmin
 
-__all__ = [
-    "Emit",
-    "TokenApiServer",
-    "TokenEngine",
-]
-
 log = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-__all__ = ["are_apart", "differ", "resolved"]
-
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _DEPTH = 6
 

@@ -13,8 +13,6 @@ from commutator.errors import ConfigError
 from commutator_engine_kit.kv import BlockArena, KvGroup, bytes_at, whole
 from commutator_reference.llama import LlamaConfig
 
-__all__ = ["KVArena", "zeros"]
-
 
 class KVArena:
     """``tensor`` [blocks, layers, 2 (key, value), KV heads, block size, head size].

@@ -19,8 +19,6 @@ from commutator.contract.block import (
 )
 from commutator_engine_kit.kv import event_hash
 
-__all__ = ["NOTHING", "BlockPool"]
-
 NOTHING = -1
 """In a table of blocks: one that is not needed, or no longer."""
 

@@ -9,8 +9,6 @@ from attrs import frozen
 
 from commutator import EngineConfig, NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
 
-__all__ = ["ReferenceConfig"]
-
 
 @frozen(kw_only=True)
 class ReferenceConfig(EngineConfig):

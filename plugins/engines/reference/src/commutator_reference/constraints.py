@@ -29,8 +29,6 @@ from commutator_reference.rewriting import rewritten
 from commutator_reference.structural_tags import lark_of_tags
 from commutator_reference.vocabulary import Vocabulary, vocabulary_of
 
-__all__ = ["KINDS", "Grammars", "Matcher"]
-
 KINDS: tuple[ConstraintKind, ...] = (
     *("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"),
 )

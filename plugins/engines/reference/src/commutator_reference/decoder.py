@@ -25,16 +25,6 @@ from commutator_reference.pages import LayerKv, PageArena, PagePlan, plan_pages
 from commutator_reference.scheduler import Chunk
 from commutator_reference.weights import Linear
 
-__all__ = [
-    "Attention",
-    "DecoderConfig",
-    "DecoderLayer",
-    "DecoderModel",
-    "DeltaNet",
-    "LatentAttention",
-    "Rope",
-]
-
 
 @frozen(kw_only=True)
 class DecoderConfig:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["delta_rule", "delta_step"]
-
 _CHUNK = 64
 """Tokens that are computed together."""
 

@@ -55,8 +55,6 @@ from commutator_reference.scheduler import (
 )
 from commutator_reference.tiering import Tiering
 
-__all__ = ["Deltas", "ReferenceEngine"]
-
 log = logging.getLogger(__name__)
 
 Deltas = list[tuple[int, TokenDelta]]

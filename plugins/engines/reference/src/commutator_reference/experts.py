@@ -11,8 +11,6 @@ from torch.nn.functional import silu
 
 from commutator_reference.weights import Linear
 
-__all__ = ["Experts", "Gated", "Mlp", "Router"]
-
 Mlp = Callable[[Tensor], Tensor]
 """[tokens, hidden] to the same shape."""
 

@@ -33,8 +33,6 @@ from commutator_reference.llama import MODEL_TYPES, eos_token_ids, read_json
 from commutator_reference.pages import LayerKv
 from commutator_reference.weights import Linear, TensorSource, hf_tensors
 
-__all__ = ["FAMILIES", "decoder_config", "load_decoder", "model_type"]
-
 Raw = Mapping[str, Any]
 
 FAMILIES = MODEL_TYPES

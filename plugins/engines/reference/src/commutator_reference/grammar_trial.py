@@ -21,8 +21,6 @@ from signal import SIGXCPU
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["LIMITS", "GrammarTrial"]
-
 LIMITS = LLParserLimits(max_items_in_row=20_000, step_max_items=100_000, verbose_errors=False)
 """Of one token's work. Rows of the default length do not hold an object of 1,000 keys."""
 

@@ -37,13 +37,6 @@ from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.pages import PageArena
 from commutator_reference.scheduler import Hits, Sequence
 
-__all__ = [
-    "Exports",
-    "Handover",
-    "Pulls",
-    "TransferParams",
-]
-
 TransferParams = PrefillTransferParams | DecodeTransferParams
 """A request's part in a hand-over."""
 

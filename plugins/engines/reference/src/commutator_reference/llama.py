@@ -12,20 +12,6 @@ from attrs import frozen
 from commutator.errors import ConfigError
 from commutator.tokenizer import read_gguf
 
-__all__ = [
-    "MODEL_TYPES",
-    "LinearRopeScaling",
-    "Llama3RopeScaling",
-    "LlamaConfig",
-    "RopeScaling",
-    "eos_token_ids",
-    "gguf_config",
-    "hf_config",
-    "read_config",
-    "read_json",
-]
-
-
 MODEL_TYPES = {
     "gemma3_text": "Gemma 3",
     "gpt_oss": "gpt-oss",

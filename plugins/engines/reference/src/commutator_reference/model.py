@@ -30,19 +30,6 @@ from commutator_reference.weights import (
     hf_tensors,
 )
 
-__all__ = [
-    "Abandoned",
-    "Batch",
-    "LlamaModel",
-    "build_batch",
-    "load_model",
-    "rope_frequencies",
-    "rope_tables",
-    "rotate_",
-    "sampled_logits",
-]
-
-
 _SCORED_ROWS = 64
 """Logits of this many tokens of a prompt exist at the same time."""
 _SHORT_BLOCKS = 8

@@ -18,8 +18,6 @@ from commutator import Memory, Span
 from commutator_engine_kit.kv import BlockArena, KvGroup, KvKind, bytes_at
 from commutator_reference.arena import zeros
 
-__all__ = ["LayerKv", "PageArena", "PagePlan", "plan_pages"]
-
 _ALIGNMENT_BYTES = 64
 
 

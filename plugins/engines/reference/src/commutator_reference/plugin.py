@@ -20,8 +20,6 @@ from commutator_engine_kit import engine_command
 from commutator_engine_kit.kv.transfer import PullHandover
 from commutator_reference.config import ReferenceConfig
 
-__all__ = ["ReferenceConnector"]
-
 
 class ReferenceConnector(EngineConnector[ReferenceConfig]):
     """Starts `python -m commutator_reference` and speaks the token API to it."""

@@ -21,14 +21,6 @@ from commutator_engine_kit.preflight import size_text as _size
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.llama import LlamaConfig, read_config
 
-__all__ = [
-    "memory_problem",
-    "missing_for_handover",
-    "model_config",
-    "problems",
-    "warnings",
-]
-
 _LOOK_FOR_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _TORCH_TIMEOUT_S = 120
 

@@ -15,8 +15,6 @@ from typing import Any
 from commutator_reference.alternatives import are_apart, differ, resolved
 from commutator_reference.structural_tags import escaped
 
-__all__ = ["rewritten"]
-
 _SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )

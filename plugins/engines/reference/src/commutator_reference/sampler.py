@@ -22,23 +22,6 @@ from commutator import (
 from commutator.errors import RequestError
 from commutator_reference.scheduler import Sequence
 
-__all__ = [
-    "OPTIONS",
-    "Decode",
-    "Sampled",
-    "Stop",
-    "adjust",
-    "find_stop",
-    "forbid",
-    "is_adjusted",
-    "keep_likeliest",
-    "keep_top_p",
-    "prompt_logprobs",
-    "sample",
-    "uniform",
-    "validate_request",
-]
-
 Decode = Callable[[Many[int]], str]
 """Text of some tokens; a partial character may decode to a replacement character."""
 

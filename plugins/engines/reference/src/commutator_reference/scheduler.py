@@ -31,18 +31,6 @@ from commutator_engine_kit.kv import (
 from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.constraints import Matcher
 
-__all__ = [
-    "ANONYMOUS",
-    "BlockLoads",
-    "Chunk",
-    "Hits",
-    "Scheduler",
-    "Sequence",
-    "Step",
-    "find_hits",
-    "most_blocks",
-]
-
 ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
 """Enough where blocks never leave the engine."""
 

@@ -31,8 +31,6 @@ from commutator_reference.preflight import missing_for_handover
 from commutator_reference.sampler import OPTIONS
 from commutator_reference.weights import cache_identity
 
-__all__ = ["ReferenceServer"]
-
 log = logging.getLogger(__name__)
 
 _WHERE = "reference engine"

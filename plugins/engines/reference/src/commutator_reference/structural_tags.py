@@ -9,8 +9,6 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["escaped", "lark_of_tags"]
-
 _MOST = 512
 """Tags in one grammar."""
 

@@ -21,8 +21,6 @@ from commutator_engine_kit.kv import FinishedOnboard, GroupChain, KvConnector, O
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.scheduler import Hits, Sequence, find_hits
 
-__all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering", "group_chains"]
-
 _LENT_SHARE = 0.25
 """Blocks of the arena that may be on their way to a tier at a time; others wait."""
 _SPEED_FORGETTING = 0.8

@@ -8,8 +8,6 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["Vocabulary", "vocabulary_of"]
-
 
 @frozen
 class Vocabulary:

@@ -24,18 +24,6 @@ from commutator.tokenizer import GgufTensor
 from commutator_engine_kit.model_identity import weights_digest
 from commutator_reference.llama import LlamaConfig, read_json
 
-__all__ = [
-    "LayerWeights",
-    "Linear",
-    "LlamaWeights",
-    "TensorSource",
-    "build_weights",
-    "cache_identity",
-    "gguf_tensors",
-    "hf_tensors",
-    "read_gguf_tensor",
-]
-
 TensorSource = Callable[[str], Tensor]
 """A tensor by its Hugging Face name, in Hugging Face's row order; KeyError when there is none."""
 

@@ -44,8 +44,6 @@ from commutator_sglang.messages import (
     request_body,
 )
 
-__all__ = ["PATHS", "SglangClient"]
-
 log = logging.getLogger(__name__)
 
 PATHS = HttpRelay(

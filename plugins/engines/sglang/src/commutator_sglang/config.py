@@ -7,8 +7,6 @@ from attrs import frozen
 from commutator import setting
 from commutator_engine_kit.launching import PythonServerConfig, only_to_launch
 
-__all__ = ["TRANSFER", "SglangConfig"]
-
 TRANSFER = "--disaggregation-transfer-backend"
 
 

@@ -20,8 +20,6 @@ from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_sglang.messages import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
 
-__all__ = ["UNIX_SOCKET", "engine_info", "engine_load", "event_source", "private_event_source"]
-
 UNIX_SOCKET = "ipc://"
 """What ZMQ endpoints that are Unix sockets begin with; their absolute path follows."""
 

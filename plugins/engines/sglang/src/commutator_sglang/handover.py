@@ -16,8 +16,6 @@ from attrs import evolve
 from commutator import GenerateRequest, HandoverRequest, HandoverStyle
 from commutator.errors import EngineHandoverError
 
-__all__ = ["ANSWER_WITHIN_S", "RoomHandover", "room_of"]
-
 ANSWER_WITHIN_S = "answer_within_s"
 """Our own parameter: seconds that the decode server may take to start. Not sent to SGLang."""
 _ROOM_BITS = 63

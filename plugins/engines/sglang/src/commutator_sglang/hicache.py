@@ -23,8 +23,6 @@ from commutator_engine_kit.kv import KvConnector
 from commutator_sglang.hicache_pages import TierPages, page_arena
 from commutator_sglang.hicache_settings import cache_identity, problems, worker_of
 
-__all__ = ["CommutatorHiCache"]
-
 _WHERE = "--hicache-storage-backend-extra-config of CommutatorHiCache"
 
 

@@ -16,8 +16,6 @@ from commutator_engine_kit.kv import (
     ScatteredArena,
 )
 
-__all__ = ["Pieces", "TierPages", "page_arena"]
-
 log = logging.getLogger(__name__)
 
 _PLAN_TIMEOUT_S = 10.0

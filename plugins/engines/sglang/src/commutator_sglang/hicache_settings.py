@@ -10,8 +10,6 @@ from typing import Any
 from commutator.contract.block import CacheIdentity
 from commutator_engine_kit.model_identity import model_facts, served_identity, weights_revision
 
-__all__ = ["cache_identity", "problems", "rank_of", "worker_of"]
-
 _OURS = {"tiers", "worker"}
 _SGLANGS = {"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"}
 _RANKS = (("tp", "tp"), ("pp", "pp"), ("cp", "attn_cp"))

@@ -30,8 +30,6 @@ from commutator_engine_kit.model_files import directory_for
 from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
 from commutator_sglang.config import TRANSFER, SglangConfig
 
-__all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
-
 log = logging.getLogger(__name__)
 
 _SERVER = ("-m", "sglang.launch_server")

@@ -28,22 +28,6 @@ from commutator_engine_kit.completions import (
 )
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
-__all__ = [
-    "ABORT",
-    "GENERATE",
-    "Chunk",
-    "DeltaReader",
-    "FinishedBecause",
-    "KvEvents",
-    "KvEventsConfig",
-    "Loads",
-    "MetaInfo",
-    "ModelInfo",
-    "RankLoad",
-    "ServerInfo",
-    "request_body",
-]
-
 Logprob = tuple[float | None, int, str | None]
 """Its value, the token's id, and the token's text if requested."""
 

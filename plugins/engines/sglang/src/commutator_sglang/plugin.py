@@ -7,8 +7,6 @@ from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 
-__all__ = ["SglangConnector"]
-
 
 class SglangConnector(ServerConnector[SglangConfig]):
     """Launches SGLang's server, or attaches to one, and talks HTTP to it."""

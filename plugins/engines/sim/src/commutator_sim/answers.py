@@ -15,8 +15,6 @@ from commutator.tokenizer import TextModel
 from commutator_sim.config import ScriptedAnswer
 from commutator_sim.following import follows
 
-__all__ = ["Answer", "logprobs_of", "plan_answer", "refuse_what_needs_a_model", "scripted"]
-
 _LN2 = log(2)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["BlockCache"]
-
 
 class BlockCache:
     """Counts blocks instead of numbering them; only blocks with a key can be found again."""

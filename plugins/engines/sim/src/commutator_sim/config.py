@@ -18,9 +18,6 @@ from commutator import (
 from commutator.contract.planner import EnginePerformance
 from commutator.contract.tier import TierPolicyConfig
 
-__all__ = ["ScriptedAnswer", "SimConfig", "SimTier"]
-
-
 PositiveNumber = Annotated[float, Bounds(above=0)]
 NonNegativeNumber = Annotated[float, Bounds(minimum=0)]
 

@@ -15,8 +15,6 @@ from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
 
-__all__ = ["KINDS", "constrained_text"]
-
 KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice", "structural_tag")
 """What this engine follows."""
 

@@ -59,8 +59,6 @@ from commutator_sim.model import SimModel
 from commutator_sim.pooling import PoolingQueue
 from commutator_sim.request import SimRequest
 
-__all__ = ["SimEngine"]
-
 _SHORTEST_SLEEP_S = 0.001
 _GATHER_EVENTS_S = 0.01
 """At unlimited speed. A real step takes about as long, and publishes one message of events."""

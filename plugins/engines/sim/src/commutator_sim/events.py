@@ -4,21 +4,6 @@ from __future__ import annotations
 
 from attrs import frozen
 
-__all__ = [
-    "DEVICE",
-    "Event",
-    "Finished",
-    "FirstToken",
-    "Offloaded",
-    "Preempted",
-    "Pulled",
-    "Pulling",
-    "Ready",
-    "Removed",
-    "Steps",
-    "Stored",
-]
-
 DEVICE = "device"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from commutator.contract.request import Constraint
 from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
 
-__all__ = ["follows"]
-
 _MOST = 10_000
 """Comparisons for one text: schemas may refer to themselves."""
 _DEEPEST = 100

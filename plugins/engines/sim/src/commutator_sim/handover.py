@@ -31,8 +31,6 @@ from commutator_sim.config import SimConfig
 from commutator_sim.events import Pulled, Pulling, Ready
 from commutator_sim.model import SimModel
 
-__all__ = ["Handover", "WaitingMover", "handover_info", "handover_source"]
-
 
 def handover_info(config: SimConfig, model: str) -> KvTransferInfo:
     """What another worker must match: only sim workers exchange modelled blocks."""

@@ -14,8 +14,6 @@ from commutator.contract.block import BlockRemoved, BlockStored, KvEvent
 from commutator_engine_kit import EventPublisher
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 
-__all__ = ["EventFeed", "block_keys", "root_key"]
-
 
 def root_key(adapter: str | None, cache_salt: str | None) -> int:
     """The parent of a request's first block: equal only for requests that may share KV."""

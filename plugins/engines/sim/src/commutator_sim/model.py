@@ -30,8 +30,6 @@ from commutator_sim.events import (
 from commutator_sim.request import Phase, Run, SimRequest
 from commutator_sim.tiers import OffloadTiers
 
-__all__ = ["FOREVER", "SimModel"]
-
 FOREVER = 1 << 62
 """Later than any time in ns, more than any number of steps."""
 

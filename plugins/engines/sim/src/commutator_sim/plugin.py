@@ -17,8 +17,6 @@ from commutator_engine_kit import engine_command
 from commutator_engine_kit.kv.transfer import PullHandover
 from commutator_sim.config import SimConfig
 
-__all__ = ["SimConnector"]
-
 
 class SimConnector(EngineConnector[SimConfig]):
     """Starts `python -m commutator_sim` and speaks the token API to it."""

@@ -18,8 +18,6 @@ from commutator.errors import EngineOverloadedError, RequestError
 from commutator_engine_kit import Emit
 from commutator_sim.config import SimConfig
 
-__all__ = ["PoolingQueue", "vectors_of"]
-
 _TOKENS = 1 << 16
 _MIDDLE = 127.5
 

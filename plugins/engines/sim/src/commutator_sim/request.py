@@ -9,8 +9,6 @@ from attrs import define, frozen
 
 from commutator import KvRetention
 
-__all__ = ["Phase", "Run", "SimRequest"]
-
 
 @frozen
 class SimRequest:

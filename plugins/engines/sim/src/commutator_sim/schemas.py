@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["JOINED", "NOTES", "OF_TYPE", "json_types", "referred"]
-
 NOTES = {
     *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"),
     *("examples", "deprecated", "readOnly", "writeOnly"),

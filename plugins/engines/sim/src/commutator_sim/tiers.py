@@ -28,8 +28,6 @@ from commutator_sim.config import SimConfig, SimTier
 from commutator_sim.events import DEVICE, Offloaded, Removed
 from commutator_sim.request import SimRequest
 
-__all__ = ["Load", "OffloadTiers"]
-
 _KEY_BYTES = 16
 TierEvent = Offloaded | Removed
 

@@ -34,8 +34,6 @@ from commutator_sim.events import (
 from commutator_sim.model import FOREVER, SimModel
 from commutator_sim.request import SimRequest
 
-__all__ = ["SimVirtualEngine", "virtual_engine"]
-
 _TIERS = {
     DEVICE: CacheLevel.DEVICE,
     "host": CacheLevel.HOST,

@@ -28,8 +28,6 @@ from commutator_trtllm.messages import (
     request_body,
 )
 
-__all__ = ["INFO", "LOAD", "SidecarInfo", "TrtllmClient"]
-
 INFO = "/info"
 """A sidecar answers a ``SidecarInfo``; 503 and an error message while the server is not ready."""
 LOAD = "/load"

@@ -10,8 +10,6 @@ from attrs import Attribute, frozen
 from commutator import setting
 from commutator_engine_kit.launching import ServerConfig, only_to_attach, only_to_launch
 
-__all__ = ["TrtllmConfig"]
-
 
 def _not_empty(config: TrtllmConfig, field: Attribute[Any], value: tuple[str, ...]) -> None:
     only_to_launch(config, field, value)

@@ -11,8 +11,6 @@ from attrs import define, field
 
 from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 
-__all__ = ["CacheEvent", "EventTranslator"]
-
 _MEDIA = ("GPU", "CPU")
 
 

@@ -15,8 +15,6 @@ from attrs import evolve
 from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
 from commutator.errors import EngineHandoverError
 
-__all__ = ["CONTEXT_ONLY", "WHOLE", "ContextFirst", "handover_info", "request_number"]
-
 CONTEXT_ONLY: Final = "context_only"
 """The type of a prefill request."""
 WHOLE: Final[Mapping[str, Any]] = {"request_type": "context_and_generation"}

@@ -13,8 +13,6 @@ from commutator.errors import ConfigError
 from commutator_engine_kit.connector_worker import Fence, cuda_fence, no_fence
 from commutator_engine_kit.kv import BlockArena
 
-__all__ = ["EngineMemory", "layout_regions", "pool_region"]
-
 _WHERE = "TensorRT-LLM's KV cache"
 
 

@@ -16,8 +16,6 @@ from attrs import define, field, frozen
 from commutator_engine_kit.connector_worker import Chain
 from commutator_trtllm.kv_staging import Stage
 
-__all__ = ["ConnectorMetadata", "Load", "Store", "TierScheduler"]
-
 
 @frozen
 class Load:

@@ -22,8 +22,6 @@ from attrs import frozen
 from commutator.kv_events import bind_private
 from commutator_engine_kit.kv import KvConnector, OnboardTicket
 
-__all__ = ["Claims", "HostBlocks", "Ranks", "Stage", "StageServer", "Staged"]
-
 log = logging.getLogger(__name__)
 
 _GRACE = 0.5

@@ -18,8 +18,6 @@ from commutator_trtllm.kv_memory import EngineMemory
 from commutator_trtllm.kv_scheduler import ConnectorMetadata, Load
 from commutator_trtllm.kv_staging import Claims, HostBlocks
 
-__all__ = ["TierWorkerSide"]
-
 _FOR_CLAIMS = 0.5
 """Share of the host memory that is reserved for claims; stores do not use it."""
 

@@ -27,8 +27,6 @@ from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import PREFIX, as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
 
-__all__ = ["launch_plan", "problems", "server_command"]
-
 _SERVER = "trtllm-serve"
 _OURS = {
     "--host": "remove it",

@@ -19,8 +19,6 @@ from commutator_engine_kit.completions import (
 )
 from commutator_trtllm.handover import CONTEXT_ONLY, WHOLE
 
-__all__ = ["COMPLETIONS", "DeltaReader", "check_forwarded", "hands_over", "request_body"]
-
 _NO_SALT = (
     "TensorRT-LLM's completions ignore cache_salt, so the prompt would be shared; remove the salt, "
     "or use another engine"

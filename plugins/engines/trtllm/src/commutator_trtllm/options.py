@@ -18,8 +18,6 @@ from commutator import PositiveSeconds, Size
 from commutator.errors import ConfigError
 from commutator.schema import StructureError, build_converter, structure
 
-__all__ = ["PREFIX", "KvOptions", "as_yaml", "check_llm_args", "read_options", "server_options"]
-
 Role = Literal["both", "prefill", "decode"]
 
 PREFIX = "TLLM_COMMUTATOR_"

@@ -18,8 +18,6 @@ from commutator import (
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.handover import ContextFirst
 
-__all__ = ["TrtllmConnector"]
-
 
 class TrtllmConnector(EngineConnector[TrtllmConfig]):
     """Launches a sidecar, and the server unless `url` names one; talks HTTP to both."""

@@ -27,8 +27,6 @@ from commutator_trtllm.event_translator import CacheEvent, EventTranslator
 from commutator_trtllm.handover import handover_info
 from commutator_trtllm.messages import COMPLETIONS
 
-__all__ = ["LatestStatistics", "Sidecar", "SidecarOptions", "discover", "iteration_stats"]
-
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5

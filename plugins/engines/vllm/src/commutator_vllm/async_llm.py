@@ -27,8 +27,6 @@ from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, ev
 from commutator_vllm.messages import sampling_fields
 from commutator_vllm.token_engine import Outputs
 
-__all__ = ["AsyncLlmEngine"]
-
 _sampling = TypeAdapter(SamplingParams).validate_python
 """As vLLM's HTTP API reads the same fields."""
 

@@ -59,8 +59,6 @@ from commutator_vllm.messages import (
     request_headers,
 )
 
-__all__ = ["PATHS", "TokenApiAddress", "VllmClient", "VllmTokenClient"]
-
 PATHS = HttpRelay(
     module=RELAY_MODULE,
     read_paths=(

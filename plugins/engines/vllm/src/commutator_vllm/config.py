@@ -9,8 +9,6 @@ from attrs import frozen
 from commutator import setting
 from commutator_engine_kit.launching import PythonServerConfig, only_to_attach, only_to_launch
 
-__all__ = ["KV_TRANSFER", "VllmConfig"]
-
 KV_TRANSFER = "--kv-transfer-config"
 
 

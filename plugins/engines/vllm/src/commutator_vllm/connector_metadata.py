@@ -11,16 +11,6 @@ from attrs import define, field, frozen
 from commutator.contract.block import KvEvent
 from commutator_engine_kit.connector_worker import Chain
 
-__all__ = [
-    "ConnectorMetadata",
-    "Load",
-    "LookupRequest",
-    "LookupResult",
-    "Store",
-    "WorkerReport",
-    "merged",
-]
-
 
 @frozen
 class LookupRequest:

@@ -15,19 +15,6 @@ from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_vllm.handover import handover_info
 
-__all__ = [
-    "NO_CACHE",
-    "CacheFacts",
-    "KvEventSource",
-    "ServedPaths",
-    "base_model",
-    "cache_facts",
-    "engine_info",
-    "engine_load",
-    "event_source",
-    "operations_of",
-]
-
 _WANTED = (
     "vllm:cache_config_info",
     "vllm:num_requests_running",

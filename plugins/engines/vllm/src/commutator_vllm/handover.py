@@ -15,8 +15,6 @@ from attrs import evolve
 from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
 from commutator.errors import EngineHandoverError
 
-__all__ = ["NixlHandover", "handover_info"]
-
 _FOR_ANOTHER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -47,8 +47,6 @@ from commutator_vllm.kv_memory import arena_of
 from commutator_vllm.kv_scheduler import Blocks, TierScheduler
 from commutator_vllm.kv_worker import TierWorkerSide
 
-__all__ = ["CommutatorConnector"]
-
 with suppress(TransferError):  # the tiers report a missing NIXL
     load_nixl()  # before vLLM's own connectors load theirs: a process can have only one build
 

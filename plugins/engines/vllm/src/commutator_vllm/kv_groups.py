@@ -12,8 +12,6 @@ from typing import Any
 from commutator.errors import ConfigError
 from commutator_engine_kit.kv import KvGroup, KvKind
 
-__all__ = ["group_problems", "groups_of"]
-
 _KINDS = {
     "FullAttentionSpec": KvKind.FULL,
     "MLAAttentionSpec": KvKind.LATENT,

@@ -10,8 +10,6 @@ from commutator import Memory
 from commutator.errors import ConfigError
 from commutator_engine_kit.kv import BlockPart, ScatteredArena
 
-__all__ = ["arena_of", "block_parts", "dimensions", "overlay"]
-
 
 def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
     """The worker's KV tensors as an arena, and a description of their layout.

@@ -30,8 +30,6 @@ from commutator_vllm.connector_metadata import (
     WorkerReport,
 )
 
-__all__ = ["BlockHold", "Blocks", "PrefillClock", "States", "TierScheduler"]
-
 Blocks = Sequence[Sequence[int]]
 """The device blocks of a request in each group, from the first of its prompt."""
 States = Mapping[str, Sequence[tuple[int, int, int]]]

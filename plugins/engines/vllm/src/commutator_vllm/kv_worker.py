@@ -19,8 +19,6 @@ from commutator_vllm.connector_metadata import (
     WorkerReport,
 )
 
-__all__ = ["TierWorkerSide"]
-
 _IDLE_STEP_S = 0.005
 """vLLM runs empty steps without a pause: each waits up to this long for an operation to end."""
 

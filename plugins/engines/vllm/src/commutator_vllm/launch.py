@@ -40,8 +40,6 @@ from commutator_vllm.client import TokenApiAddress
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_engine import LISTEN_AT
 
-__all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
-
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 _HEADLESS = ("-m", "vllm.entrypoints.cli.main", "serve", "--headless")
 """The process of a rank above 0, which serves nobody."""

@@ -17,22 +17,6 @@ from commutator_engine_kit.completions import (
     sampling_parameters,
 )
 
-__all__ = [
-    "COMPLETIONS",
-    "EMBEDDINGS",
-    "GENERATE",
-    "DeltaReader",
-    "Embeddings",
-    "alternatives",
-    "embeddings_body",
-    "hands_over",
-    "needs_completions",
-    "prompt_entries",
-    "request_body",
-    "request_headers",
-    "sampling_fields",
-]
-
 GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out. Cheaper for vLLM, but needs `--enable-scale-out`."""
 COMPLETIONS = "/v1/completions"

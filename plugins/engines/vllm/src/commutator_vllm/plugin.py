@@ -7,8 +7,6 @@ from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 
-__all__ = ["VllmConnector"]
-
 
 class VllmConnector(ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""

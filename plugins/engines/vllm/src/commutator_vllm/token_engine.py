@@ -31,7 +31,6 @@ from commutator_vllm.messages import alternatives, hands_over, prompt_entries
 if TYPE_CHECKING:
     from commutator_vllm.async_llm import AsyncLlmEngine
 
-__all__ = ["LISTEN_AT", "Outputs", "TokenApi", "VllmTokenEngine"]
 
 log = logging.getLogger("vllm.commutator")  # vLLM configures only its own loggers
 

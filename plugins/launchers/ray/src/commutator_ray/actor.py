@@ -17,8 +17,6 @@ from commutator_ray.epochs import Beat, Epoch, Epochs, Member
 from commutator_ray.hosted import HostedAgent
 from commutator_ray.hosted_rank import HostedRank
 
-__all__ = ["AgentActor"]
-
 _ANSWER_S = 2.0
 """Longest wait for the actor of rank 0."""
 

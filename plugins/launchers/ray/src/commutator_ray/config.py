@@ -10,8 +10,6 @@ from attrs import Attribute, frozen
 from commutator import Bounds, NonNegativeInt, setting
 from commutator.contract.launcher import AgentLauncherConfig
 
-__all__ = ["RayConfig", "Resources"]
-
 
 def _reaches_a_node(_: object, _field: Attribute[Any], value: str) -> None:
     if "://" in value:

@@ -31,8 +31,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from commutator.contract.launcher import AgentState
 from commutator_ray.actor import AgentActor
 
-__all__ = ["Driver", "main"]
-
 _STATUS_S = 2.0
 """Longest wait for what actors say."""
 _EXIT_S = 10.0

@@ -13,8 +13,6 @@ from attrs import define, frozen
 
 from commutator.backoff import Backoff
 
-__all__ = ["BEAT_S", "Beat", "Epoch", "Epochs", "Member"]
-
 BEAT_S = 0.5
 """Between two beats of a rank."""
 _SILENCE_S = 10.0

@@ -18,8 +18,6 @@ from commutator.contract.launcher import AgentPlan, AgentState, LauncherContext,
 from commutator.launcher.child import take_start_failure
 from commutator.launcher.process import LocalLauncher
 
-__all__ = ["HostedAgent"]
-
 log = logging.getLogger(__name__)
 _BACKOFF = Backoff(first_s=0.5, longest_s=30.0)
 _END_S = 10.0

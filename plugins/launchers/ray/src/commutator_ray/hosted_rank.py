@@ -19,8 +19,6 @@ from commutator.launcher.process import LocalLauncher
 from commutator_ray.epochs import BEAT_S, Beat, Epoch, Member
 from commutator_ray.hosted import HostedAgent
 
-__all__ = ["HostedRank"]
-
 
 class HostedRank(HostedAgent):
     """As ``HostedAgent``, but the agent starts and ends with those of the other ranks."""

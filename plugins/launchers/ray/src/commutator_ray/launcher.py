@@ -17,8 +17,6 @@ from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, P
 from commutator.errors import LauncherError
 from commutator_ray.config import RayConfig, Resources
 
-__all__ = ["RayLauncher"]
-
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 60.0

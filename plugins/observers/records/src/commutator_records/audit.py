@@ -16,8 +16,6 @@ from commutator.contract.observer import AnsweredRequest
 from commutator.contract.settings import setting
 from commutator_records.log_file import FileObserver, FileObserverConfig
 
-__all__ = ["AuditConfig", "AuditLog"]
-
 _MAX_BODY_BYTES = 64 << 10
 
 

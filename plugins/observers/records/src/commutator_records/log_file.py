@@ -23,8 +23,6 @@ from attrs import frozen
 from commutator.contract.observer import PromptObserver, PromptObserverConfig
 from commutator.contract.settings import NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
 
-__all__ = ["FileObserver", "FileObserverConfig", "OwnFile", "open_own"]
-
 log = logging.getLogger(__name__)
 
 _MODE = 0o600

@@ -29,8 +29,6 @@ from commutator.contract.request import GenerateRequest, RequestOutcome, Request
 from commutator.contract.settings import Bounds, NonNegativeInt, Size, setting
 from commutator_records.log_file import FileObserver, FileObserverConfig, OwnFile
 
-__all__ = ["RecordingConfig", "TraceRecorder", "block_ids"]
-
 _KEY_BYTES = 32
 _CHAIN_BYTES = 16
 _ID_MASK = (1 << 53) - 1

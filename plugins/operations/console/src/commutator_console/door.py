@@ -12,8 +12,6 @@ import click
 from commutator.cli.front_door import FrontDoor
 from commutator.errors import CommutatorError
 
-__all__ = ["live", "prompt_body", "prompt_options"]
-
 _SILENT_S = 10.0
 """A live view comes every second."""
 

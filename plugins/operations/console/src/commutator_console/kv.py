@@ -31,8 +31,6 @@ from commutator.contract.worker import (
 from commutator.errors import CommutatorError
 from commutator_console.door import prompt_body, prompt_options
 
-__all__ = ["Workers", "kv", "show_verified", "show_why"]
-
 AnswerT = TypeVar("AnswerT")
 _LONGER_S = 60.0
 """The front door waits for workers itself; its answer may take this much longer."""

@@ -60,8 +60,6 @@ from commutator_console.snapshot import (
     worker_row,
 )
 
-__all__ = ["LIVE_PATH", "Console", "LiveFeed", "Recorder", "live_routes"]
-
 log = logging.getLogger(__name__)
 
 LIVE_PATH = "/admin/live"

@@ -10,8 +10,6 @@ import click
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator_console.door import prompt_body, prompt_options
 
-__all__ = ["route"]
-
 
 @click.group()
 def route() -> None:

@@ -19,28 +19,6 @@ from commutator.metrics.families import ITL_BUCKETS_S, TTFT_BUCKETS_S
 from commutator.registry.unready import UnreadyWorker
 from commutator.routing.workers import WorkerStatus
 
-__all__ = [
-    "DEVICE",
-    "DoorPart",
-    "Event",
-    "RateWindow",
-    "RequestRow",
-    "cache_hits",
-    "door_totals",
-    "flows",
-    "handovers",
-    "kv_totals",
-    "latency",
-    "latest",
-    "minus",
-    "planning",
-    "plus",
-    "principals",
-    "requests",
-    "unready_row",
-    "worker_row",
-]
-
 DEVICE = "device"
 """The name of an engine's own KV memory beside those of tiers."""
 

@@ -17,8 +17,6 @@ from commutator.cli.front_door import FrontDoor, LostError, front_door_options
 from commutator_console.door import live
 from commutator_console.view import History, view
 
-__all__ = ["followed", "top"]
-
 _RETRY_S = 1.0
 _WIDTH_IN_FILES = 120
 """Characters; rich takes 80 for what is no terminal."""

@@ -14,8 +14,6 @@ from rich.text import Text
 
 from commutator.cli.front_door import start_text
 
-__all__ = ["History", "view"]
-
 _NONE = "\N{EN DASH}"
 _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {

@@ -13,8 +13,6 @@ from commutator.config.secrets import variables_of_frontends
 from commutator.config.show import shown
 from commutator.contract.settings import TakesEffect
 
-__all__ = ["Change", "changes", "doors_are_replaced", "option_effects"]
-
 
 @frozen(kw_only=True)
 class Change:

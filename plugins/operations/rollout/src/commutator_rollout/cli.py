@@ -17,8 +17,6 @@ from commutator.cli.options import NumberRange, set_option
 from commutator.errors import CommutatorError
 from commutator_rollout.plugin import PATH
 
-__all__ = ["apply", "diff", "rollout"]
-
 _APPLY_S = 900.0
 """The deployment may have to download a model before it accepts a file."""
 _POLL_S = 0.3

@@ -16,7 +16,6 @@ from commutator.errors import CommutatorError
 if TYPE_CHECKING:
     from commutator.contract.registry import Registry
 
-__all__ = ["cluster"]
 
 _FIRST_VIEW_S = 10.0
 

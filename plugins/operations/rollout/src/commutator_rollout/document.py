@@ -22,19 +22,6 @@ from commutator.config.secrets import hidden_arguments, hidden_values
 from commutator.contract.registry import MAX_DOCUMENT_BYTES, Registry
 from commutator.errors import CommutatorError
 
-__all__ = [
-    "KEPT",
-    "NAME",
-    "Desired",
-    "Generation",
-    "NamedChange",
-    "change",
-    "digest_of",
-    "inline_secrets",
-    "named_change",
-    "read",
-]
-
 NAME = "desired"
 """Of the registry's document; with a host's name where several processes share the registry."""
 KEPT = 20

@@ -37,8 +37,6 @@ from commutator.registry.client import connect
 from commutator.registry.hub import connections
 from commutator_rollout.plugin import PATH, SERVICE
 
-__all__ = ["RolloutAtDoor", "use"]
-
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 900.0

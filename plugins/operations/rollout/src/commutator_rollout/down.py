@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from commutator.contract.launcher import AgentLauncher, AgentLauncherConfig
     from commutator.contract.registry import Registry
 
-__all__ = ["down"]
 
 _EXIT_S = 20.0
 _ANSWER_S = 10.0

@@ -19,8 +19,6 @@ from commutator.contract.registration import OperationsRegister
 from commutator.contract.service import Service
 from commutator.contract.settings import NonNegativeInt, PositiveInt, setting
 
-__all__ = ["PATH", "SERVICE", "RolloutConfig"]
-
 SERVICE = "rollout"
 """The part beside the supervisor, as front doors call it."""
 PATH = "/admin/rollout"

@@ -65,8 +65,6 @@ from commutator_rollout.steps import (
     steps,
 )
 
-__all__ = ["begin"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2

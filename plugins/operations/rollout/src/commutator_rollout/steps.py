@@ -14,8 +14,6 @@ from enum import StrEnum
 
 from attrs import field, frozen
 
-__all__ = ["Cancel", "Drain", "Phase", "Rules", "Start", "Step", "Steps", "Want", "Worker", "steps"]
-
 
 class Phase(StrEnum):
     """What a worker does."""

@@ -15,8 +15,6 @@ from commutator.cli.serve import must_be_shared, run_deployment
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
 
-__all__ = ["worker"]
-
 _POLL_S = 0.2
 
 _IDLE_POLLS = 3

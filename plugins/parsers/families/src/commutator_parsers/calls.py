@@ -14,8 +14,6 @@ from commutator.contract.answer import AnswerEvent, CallArguments, CallEnd, Call
 from commutator.contract.conversation import Conversation, ToolCall
 from commutator_parsers.reader import Malformed, reads_json
 
-__all__ = ["Call", "Calls", "IdStyle", "json_of", "types_of"]
-
 IdStyle = Literal["call", "nine", "kimi"]
 """What ids look like: "call_" and 24 characters, 9 characters, or functions.NAME:INDEX."""
 

@@ -12,8 +12,6 @@ from commutator_parsers.grammars import alternatives
 from commutator_parsers.parser import EventParser
 from commutator_parsers.reader import Malformed, Reader, Steps, json_text
 
-__all__ = ["ElementParser", "HarmonyParser"]
-
 _START, _MESSAGE, _CHANNEL, _CONSTRAIN = "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=(\S+)")

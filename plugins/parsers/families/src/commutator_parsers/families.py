@@ -22,8 +22,6 @@ from commutator_parsers.grammars import (
 )
 from commutator_parsers.parser import Thinking
 
-__all__ = ["FAMILIES", "REASONING", "Family", "detect", "detect_reasoning"]
-
 
 @frozen(kw_only=True)
 class Family:

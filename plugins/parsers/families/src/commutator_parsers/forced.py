@@ -26,16 +26,6 @@ from commutator_parsers.lark import (
 )
 from commutator_parsers.schemas import chosen_tools, moved
 
-__all__ = [
-    "forced_choice",
-    "forced_opening",
-    "form_of_calls",
-    "in_prompt",
-    "in_thoughts",
-    "special_marks",
-    "where_it_calls",
-]
-
 _ANY: Mapping[str, Any] = {"type": "object"}
 
 _WHITESPACE = r"\n {0,24}| ?"

@@ -14,19 +14,6 @@ from attrs import define, field, frozen
 from commutator_parsers.calls import Call, Calls, json_of
 from commutator_parsers.reader import Malformed, Reader, Steps, json_text, reads_json
 
-__all__ = [
-    "EitherCalls",
-    "Grammar",
-    "JsonCalls",
-    "KeyValueCalls",
-    "NamedCalls",
-    "NotationCalls",
-    "PythonCalls",
-    "TagCalls",
-    "TreeCalls",
-    "alternatives",
-]
-
 
 @cache
 def alternatives(*literals: str) -> re.Pattern[str]:

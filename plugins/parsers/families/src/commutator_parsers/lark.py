@@ -26,8 +26,6 @@ from commutator_parsers.grammars import (
 from commutator_parsers.schemas import chosen_tools, moved, without_type
 from commutator_parsers.texts import DEPTH, no_words, resolved, texts_of
 
-__all__ = ["HARMONY", "Form", "calls_grammar", "closer_of", "form_of", "free_grammar", "literal"]
-
 _JSON_SPACE = r"\n {0,24}| ?"
 """Between parts of JSON, where nobody else bounds it."""
 _PLAIN_ESCAPES = 'nrt\\"'

@@ -26,8 +26,6 @@ from commutator_parsers.forced import (
 from commutator_parsers.parser import FamilyParser, Thinking
 from commutator_parsers.texts import NoWordsError
 
-__all__ = ["ModelParser"]
-
 _ELEMENTS = ("think", "response", "tools")
 
 

@@ -16,8 +16,6 @@ from commutator_parsers.calls import Calls, IdStyle
 from commutator_parsers.grammars import Grammar, alternatives
 from commutator_parsers.reader import Malformed, Reader, Steps
 
-__all__ = ["EventParser", "FamilyParser", "Thinking"]
-
 _WORDS = 2
 """What stands between an opener and a tool's name in any format, at most."""
 

@@ -8,8 +8,6 @@ from commutator.contract.registration import ParserRegister
 from commutator_parsers.families import FAMILIES
 from commutator_parsers.model import ModelParser
 
-__all__ = ["parser_register"]
-
 
 @hookimpl
 def parser_register(register: ParserRegister) -> None:

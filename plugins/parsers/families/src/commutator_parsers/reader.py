@@ -10,8 +10,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-__all__ = ["Malformed", "Reader", "Step", "Steps", "json_text", "reads_json"]
-
 Steps = Generator[None, None, None]
 """A grammar that reads something, yielding where it waits for more text."""
 Step = Callable[[str], None]

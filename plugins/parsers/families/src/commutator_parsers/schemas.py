@@ -8,8 +8,6 @@ from typing import Any
 from commutator.contract.conversation import Conversation, Tool
 from commutator_parsers.calls import types_of
 
-__all__ = ["chosen_tools", "moved", "without_type"]
-
 _NAMES_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "default", "examples"}
 

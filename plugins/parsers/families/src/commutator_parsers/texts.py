@@ -10,8 +10,6 @@ from commutator.contract.conversation import Tool
 from commutator.errors import RequestError
 from commutator_parsers.calls import types_of
 
-__all__ = ["DEPTH", "NoWordsError", "no_words", "resolved", "texts_of"]
-
 DEPTH = 8
 """References that are followed from one to the next."""
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

@@ -18,8 +18,6 @@ from commutator.contract.planner import (
 from commutator_slo.growth import GrowthConfig
 from commutator_slo.learned import StepMeter
 
-__all__ = ["PerformanceConfig", "RatioConfig", "SloConfig"]
-
 
 @frozen(kw_only=True)
 class PerformanceConfig:

@@ -10,8 +10,6 @@ from attrs import evolve, field, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveSeconds, setting
 
-__all__ = ["Base", "Growth", "GrowthConfig", "GrowthState"]
-
 _RESOLUTION = math.log(1.01)
 _FORGOTTEN = 1e-6
 _LEAST, _MOST = math.log(0.1), math.log(10.0)

@@ -16,8 +16,6 @@ from attrs import define, evolve, field, frozen
 from commutator.contract.planner import EnginePerformance, SampleSums, SpeedMeter
 from commutator_slo.performance import Fit, Sample, explained_part, fit_sums, sums_of
 
-__all__ = ["LearnedSpeed", "StepMeter", "bucket_of"]
-
 _FEWEST_STEPS = 7
 """Answers of fewer steps tell little but when their tokens were sent on."""
 _FIRST_TOKENS = 1024

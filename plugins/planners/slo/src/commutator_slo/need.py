@@ -12,8 +12,6 @@ from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator.contract.worker import Role
 from commutator_slo.queueing import Queue, decode_rate, running_requests, smallest
 
-__all__ = ["Demand", "Need", "NeedOf", "Situation", "need", "needs"]
-
 _MOST_WORKERS = 100_000
 _CLEAR_S = 30.0
 """Workers for a backlog have this long to clear it, once they are ready."""

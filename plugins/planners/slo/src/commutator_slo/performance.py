@@ -16,15 +16,6 @@ from attrs import evolve, frozen
 
 from commutator.contract.planner import EnginePerformance, SampleSums
 
-__all__ = [
-    "Fit",
-    "Sample",
-    "explained_part",
-    "fit",
-    "fit_sums",
-    "sums_of",
-]
-
 _TERMS = 4
 """Steps, requests in steps, prompt tokens, first tokens."""
 _PAIRS = tuple((i, j) for i in range(_TERMS) for j in range(i, _TERMS))

@@ -30,12 +30,6 @@ from commutator_slo.learned import LearnedSpeed
 from commutator_slo.need import Demand, Need, NeedOf, Situation
 from commutator_slo.need import needs as queueing_needs
 
-__all__ = [
-    "Pipeline",
-    "PipelineState",
-    "RoleState",
-]
-
 _LEVEL_S = 60.0
 """Demand is averaged over this time."""
 _SHAPE_S = 3600.0

@@ -19,8 +19,6 @@ from commutator_slo.config import SloConfig
 from commutator_slo.growth import Growth
 from commutator_slo.pipeline import Pipeline, PipelineState
 
-__all__ = ["LearnedFile", "Slo", "machine"]
-
 log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from attrs import frozen
 from commutator.contract.planner import EnginePerformance
 from commutator_slo.performance import Fit, Sample, fit
 
-__all__ = ["Answered", "Profile", "Send", "profile"]
-
 FIRST_PROMPT_TOKENS = 64
 _LENGTHS = 5
 _REPEATS = 3

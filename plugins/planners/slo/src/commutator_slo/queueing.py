@@ -14,15 +14,6 @@ from attrs import frozen
 
 from commutator.contract.planner import EnginePerformance
 
-__all__ = [
-    "Queue",
-    "decode_rate",
-    "mean_wait_s",
-    "running_requests",
-    "smallest",
-    "step_time_s",
-]
-
 _LEAST_SLACK = 0.25
 """A prompt that takes most of the target, or more than all of it, may wait for this part of it."""
 

@@ -16,7 +16,6 @@ from commutator.contract.protocol import DoorFacts, Example
 if TYPE_CHECKING:
     from commutator.frontend import Call, FrontendServices, Plan
 
-__all__ = ["Anthropic", "AnthropicConfig"]
 
 _VERSION = "anthropic-version"
 _IGNORED_HEADER = "X-Commutator-Ignored"

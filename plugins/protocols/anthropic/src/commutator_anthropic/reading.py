@@ -39,8 +39,6 @@ from commutator.frontend.values import (
     wrong,
 )
 
-__all__ = ["Asked", "read_conversation", "read_request"]
-
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code's first system block begins so, and differs from session to session: in a prompt it
 would keep all that follows it out of every cache."""

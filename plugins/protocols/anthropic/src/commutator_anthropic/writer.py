@@ -21,8 +21,6 @@ from commutator.contract.answer import (
     Usage,
 )
 
-__all__ = ["MessageWriter", "error_body"]
-
 SIGNATURE = "bm90IHNpZ25lZA=="
 """Clients want thoughts signed, and give the signature back; nobody checks it here."""
 

@@ -27,17 +27,6 @@ from commutator_openai.embeddings import EmbeddingRequest, cut_of
 from commutator_openai.pooling import Asked
 from commutator_openai.requests import ChatRequest, CompletionRequest
 
-__all__ = [
-    "VERSION",
-    "Asking",
-    "asked_embeddings",
-    "asked_generation",
-    "check_version",
-    "operation_of",
-    "operations_of",
-    "timeout_s",
-]
-
 VERSION = "1"
 """Of every model."""
 

@@ -13,8 +13,6 @@ from commutator.errors import RequestError
 from commutator.frontend.values import object_at, optional, shown, wrong
 from commutator_kserve.tensors import Tensor, from_raw, from_typed, json_values
 
-__all__ = ["Inference", "from_generate", "from_json", "from_message"]
-
 _MAX_ID = 256
 _RAW_MIXED = "expected raw_input_contents for all inputs, or for none"
 

@@ -17,8 +17,6 @@ from google.protobuf.message_factory import GetMessageClass
 
 from commutator.errors import RequestError
 
-__all__ = ["DESCRIPTORS", "SERVICE", "as_json", "message", "parsed"]
-
 SERVICE = "inference.GRPCInferenceService"
 _MAX_FIELDS = 4_096
 """Of a message itself, not of those in it: two bytes would make an empty tensor of sixty."""

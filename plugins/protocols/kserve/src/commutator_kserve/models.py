@@ -8,15 +8,6 @@ from commutator import Operation
 from commutator.frontend import Call, FrontendServices, installed_versions
 from commutator_kserve.asking import VERSION, check_version, operations_of
 
-__all__ = [
-    "index",
-    "model_config",
-    "model_is_ready",
-    "model_metadata",
-    "server_is_ready",
-    "server_metadata",
-]
-
 PLATFORM = "commutator"
 _EXTENSIONS = (
     *("binary_tensor_data", "generate", "model_configuration", "model_repository"),

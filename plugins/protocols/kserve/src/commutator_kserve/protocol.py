@@ -14,8 +14,6 @@ from commutator.contract.protocol import DoorFacts, Example
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
 
-__all__ = ["Kserve", "KserveConfig"]
-
 
 @frozen(kw_only=True)
 class KserveConfig(ProtocolConfig):

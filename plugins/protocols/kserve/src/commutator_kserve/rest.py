@@ -30,8 +30,6 @@ from commutator_kserve.writers import (
     TensorWriter,
 )
 
-__all__ = ["rest_routes"]
-
 _PATH = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?(/(?P<what>ready|config|infer|generate(_stream)?))?"
 )

@@ -24,8 +24,6 @@ from commutator_kserve.models import (
 from commutator_kserve.serving import serve
 from commutator_kserve.writers import MessageForm, StreamForm, TensorWriter
 
-__all__ = ["rpc_routes"]
-
 _ModelInferRequest = message("ModelInferRequest")
 _RUNNING = "kserve.running"
 

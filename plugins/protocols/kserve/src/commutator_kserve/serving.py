@@ -19,8 +19,6 @@ from commutator_kserve.inference import Inference
 from commutator_kserve.writers import Form, embedding_outputs
 from commutator_openai.pooling import pool
 
-__all__ = ["MakeForm", "MakeWriter", "embed", "serve"]
-
 MakeForm = Callable[[Inference, str], Form]
 MakeWriter = Callable[[Plan], AnswerWriter]
 

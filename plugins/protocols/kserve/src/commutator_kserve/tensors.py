@@ -17,8 +17,6 @@ from attrs import frozen
 
 from commutator.errors import RequestError
 
-__all__ = ["Tensor", "from_raw", "from_typed", "json_values", "raw_of", "text_of"]
-
 _LENGTH = struct.Struct("<I")
 _CODES = {"INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q"}
 """The whole numbers that are read, as ``array`` calls them."""

@@ -33,17 +33,6 @@ from commutator_kserve.inference import Inference
 from commutator_kserve.messages import message
 from commutator_kserve.tensors import Tensor, raw_of
 
-__all__ = [
-    "JSON",
-    "GenerateWriter",
-    "JsonForm",
-    "MessageForm",
-    "StreamForm",
-    "TensorWriter",
-    "embedding_outputs",
-    "error_body",
-]
-
 JSON = "application/json; charset=utf-8"
 OCTETS = "application/octet-stream"
 HEADER_LENGTH = "Inference-Header-Content-Length"

@@ -11,8 +11,6 @@ from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator_openai.requests import CONSTRAINT_FIELDS, GenerationRequest
 
-__all__ = ["constraint_of"]
-
 _KINDS: dict[str, ConstraintKind] = {
     "json": "json_schema",
     "json_object": "json_object",

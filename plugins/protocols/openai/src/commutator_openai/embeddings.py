@@ -18,8 +18,6 @@ from commutator_openai.pooling import MAX_INPUTS, Asked, Cut, Pooled, floats, of
 from commutator_openai.responses import Embedding, EmbeddingList, PoolingUsage
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
-__all__ = ["EmbeddingRequest", "Embeddings", "Truncation", "cut_of"]
-
 
 @frozen(kw_only=True)
 class Truncation:

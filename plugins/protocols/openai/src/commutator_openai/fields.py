@@ -19,32 +19,6 @@ from attrs import frozen
 from commutator import Bounds, KvRetention, setting
 from commutator.schema import Mismatch, build_converter, json_schema
 
-__all__ = [
-    "MAX_INT",
-    "MAX_LABEL",
-    "CacheControl",
-    "FunctionType",
-    "GivenTokens",
-    "Hint",
-    "Items",
-    "Label",
-    "Off",
-    "OneOf",
-    "PromptList",
-    "Role",
-    "Special",
-    "TokenId",
-    "TokenIds",
-    "ToolName",
-    "Tools",
-    "WhichTools",
-    "build_request_converter",
-    "hints_given",
-    "request_schema",
-    "retention_of",
-    "special_of",
-]
-
 MAX_INT = 2**31 - 1
 MAX_LABEL = 256
 """Characters of a name that is kept, logged or compared."""

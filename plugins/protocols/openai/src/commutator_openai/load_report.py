@@ -7,8 +7,6 @@ from multidict import istr
 
 from commutator.frontend import Call
 
-__all__ = ["ASKED_BY", "note_load"]
-
 ASKED_BY = istr("endpoint-load-metrics-format")
 """The client's header that asks for it."""
 _TOLD = "endpoint-load-metrics"

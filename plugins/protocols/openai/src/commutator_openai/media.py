@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 from commutator.errors import RequestError
 
-__all__ = ["check_media"]
-
 _SCHEMES = {"http", "https"}
 _SHOWN = 80
 

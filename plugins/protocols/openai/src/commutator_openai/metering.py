@@ -7,11 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-__all__ = [
-    "AnswerUsage",
-    "stated_answers",
-]
-
 _MAX_ANSWERS = 256
 _MAX_TOKENS = 1 << 31
 _WITHOUT_ANSWER = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})

@@ -23,16 +23,6 @@ from commutator_openai.responses import (
 )
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
-__all__ = [
-    "detokenize",
-    "list_models",
-    "load",
-    "retrieve_model",
-    "tokenize",
-    "tokenizer_info",
-    "version",
-]
-
 T = TypeVar("T")
 _INLINE_TOKENS = 10_000
 

@@ -11,10 +11,6 @@ from commutator_openai import requests, responses
 from commutator_openai.embeddings import EmbeddingRequest
 from commutator_openai.fields import request_schema
 
-__all__ = [
-    "openapi_document",
-]
-
 _POST = {
     "/v1/chat/completions": (
         "Answer a conversation.",

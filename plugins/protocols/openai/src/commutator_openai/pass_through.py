@@ -38,8 +38,6 @@ from commutator_openai.metering import AnswerUsage, stated_answers
 from commutator_openai.tolerance import IGNORED_HEADER, for_engine, ignored_header
 from commutator_openai.writers import stream_failed
 
-__all__ = ["ENDPOINTS", "PassThrough"]
-
 _COMMON = frozenset({
     "model", "user", "priority", "session_id", "prompt_cache_key", "safety_identifier",
     "cache_salt", "truncate_prompt_tokens",

@@ -21,20 +21,6 @@ from commutator.errors import EngineError, RequestError
 from commutator.frontend import Call, TimeLimit, allowed_priority
 from commutator_openai.pass_through import ENDPOINTS
 
-__all__ = [
-    "TRUNCATED_HEADER",
-    "Asked",
-    "Cut",
-    "Pooled",
-    "Text",
-    "floats",
-    "infos_of",
-    "offered",
-    "parts_of",
-    "pool",
-    "tokenized",
-]
-
 Text = str | Sequence[int] | tuple[str, str]
 """One input: a text, its token ids, or two texts that are judged together."""
 

@@ -18,7 +18,6 @@ from commutator.contract.protocol import DoorFacts, Example
 if TYPE_CHECKING:
     from commutator.frontend import Call, FrontendServices
 
-__all__ = ["OpenAi", "OpenAiConfig"]
 
 _EMBEDDINGS = "/v1/embeddings"
 _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]+")

@@ -29,21 +29,6 @@ from commutator_openai.fields import (
     WhichTools,
 )
 
-__all__ = [
-    "CONSTRAINT_FIELDS",
-    "BatchRequest",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "MessageCall",
-    "StreamOptions",
-    "TextPart",
-    "TokenizeRequest",
-    "ToolSpec",
-]
-
 MAX_MESSAGES = 8192
 _NO_AUDIO = "only text is served"
 _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)

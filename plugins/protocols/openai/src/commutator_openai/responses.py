@@ -14,34 +14,6 @@ from commutator import setting
 from commutator.contract.answer import Failure
 from commutator.contract.answer import Usage as UsedTokens
 
-__all__ = [
-    "AssistantMessage",
-    "ChatChoice",
-    "ChatCompletion",
-    "ChatLogprobs",
-    "Completion",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "CompletionTokensDetails",
-    "DetokenizeResponse",
-    "Embedding",
-    "EmbeddingList",
-    "ErrorBody",
-    "ErrorDetail",
-    "FinishReason",
-    "ModelCard",
-    "ModelList",
-    "PoolingUsage",
-    "PromptLogprob",
-    "PromptTokensDetails",
-    "TokenLogprobs",
-    "TokenizeResponse",
-    "TopLogprob",
-    "Usage",
-    "error_body",
-    "usage_of",
-]
-
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 

@@ -19,8 +19,6 @@ from attrs import frozen
 from commutator_openai.fields import Off
 from commutator_openai.requests import BatchRequest, ChatRequest, CompletionRequest
 
-__all__ = ["IGNORED_HEADER", "Leftovers", "for_engine", "ignored_header", "set_aside"]
-
 IGNORED_HEADER = "X-Commutator-Ignored"
 """Names the parameters that had no effect on the answer."""
 

@@ -44,8 +44,6 @@ from commutator_openai.responses import (
     usage_of,
 )
 
-__all__ = ["MIN_LOGPROB", "ChatWriter", "CompletionWriter", "Shown", "event", "stream_failed"]
-
 encode = msgspec.json.Encoder().encode
 
 MIN_LOGPROB = -9999.0

@@ -35,8 +35,6 @@ from commutator_pooling.requests import (
     ScoreRequest,
 )
 
-__all__ = ["Endpoints", "cosine", "pairs_of", "ranked"]
-
 T = TypeVar("T")
 Said = tuple[int, Callable[[], dict[str, Any]]]
 """About how many bytes of texts and numbers an answer has, and what makes it."""

@@ -3,8 +3,6 @@
 from commutator import ProtocolRegister, hookimpl
 from commutator_pooling.protocol import PoolingConfig, PoolingProtocol
 
-__all__ = ["protocol_register"]
-
 
 @hookimpl
 def protocol_register(register: ProtocolRegister) -> None:

@@ -10,17 +10,6 @@ from commutator import Bounds, PositiveInt, setting
 from commutator_openai.embeddings import Truncation
 from commutator_openai.fields import MAX_INT, Hint, Items, Label, Off, OneOf, PromptList
 
-__all__ = [
-    "MAX_DOCUMENTS",
-    "ClassifyRequest",
-    "Document",
-    "EmbedRequest",
-    "PoolingRequest",
-    "RerankRequest",
-    "RerankV2Request",
-    "ScoreRequest",
-]
-
 MAX_DOCUMENTS = 10_000
 _MAX_TEXTS = 2_048
 

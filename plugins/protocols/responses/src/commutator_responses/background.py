@@ -26,8 +26,6 @@ from commutator.frontend.values import not_served
 from commutator_responses.making import Making, make
 from commutator_responses.writer import DONE, ResponseWriter, failed_response, new_response
 
-__all__ = ["Background"]
-
 log = logging.getLogger(__name__)
 
 _RENEWALS = 3

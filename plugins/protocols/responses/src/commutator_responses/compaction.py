@@ -17,8 +17,6 @@ from commutator_responses.summary import sealed
 from commutator_responses.tools import ServerTools
 from commutator_responses.writer import usage_of
 
-__all__ = ["CompactionWriter", "read_compaction"]
-
 _REQUEST = (
     "Summarize this conversation for yourself: what was said up to here will be gone, except for "
     "my own messages and your summary. Write down what I want, what was done and found so far, "

@@ -16,8 +16,6 @@ from commutator.frontend.values import not_served, optional, shown, wrong
 from commutator_responses.items import Item, input_items
 from commutator_responses.writer import failed_response
 
-__all__ = ["Conversations", "Remembered", "Turn", "items_of"]
-
 REMEMBERED = "responses"
 """The name under which a connection has its ``Remembered``."""
 _MAKER_GONE = Failure(

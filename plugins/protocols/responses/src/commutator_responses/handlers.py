@@ -39,8 +39,6 @@ from commutator_responses.writer import (
     new_response,
 )
 
-__all__ = ["Handlers"]
-
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100
 _LISTED = 20

@@ -20,8 +20,6 @@ from commutator.frontend.values import not_served, object_at, optional, required
 from commutator_responses.summary import unsealed
 from commutator_responses.tools import ServerTools, custom_arguments, model_name
 
-__all__ = ["Item", "input_items", "messages_of", "with_ids"]
-
 Item = dict[str, Any]
 """As in JSON."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-__all__ = ["Key", "Ledger"]
-
 Key = tuple[str, str]
 """(owner, id) of a response."""
 

@@ -12,8 +12,6 @@ from commutator_responses.conversations import Turn
 from commutator_responses.reading import Asked
 from commutator_responses.writer import ResponseWriter
 
-__all__ = ["Making", "make"]
-
 Keep = Callable[[ResponseWriter], Awaitable[None]]
 
 

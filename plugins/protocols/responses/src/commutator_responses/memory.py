@@ -8,8 +8,6 @@ from collections.abc import Callable
 from commutator.contract.response_store import ResponseStore, StoredResponse
 from commutator_responses.ledger import Key, Ledger
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore(ResponseStore):
     """One event loop uses it, so nothing happens between two steps of a method."""

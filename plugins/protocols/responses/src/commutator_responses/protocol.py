@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
     from commutator_responses.background import Background
 
-__all__ = ["Responses", "ResponsesConfig"]
-
 
 @frozen(kw_only=True)
 class ResponsesConfig(ProtocolConfig):

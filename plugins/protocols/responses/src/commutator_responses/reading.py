@@ -28,8 +28,6 @@ from commutator.frontend.values import (
 from commutator_responses.items import Item, messages_of
 from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
 
-__all__ = ["Asked", "read_conversation", "read_request"]
-
 _MAX_TOKENS = 2**31 - 1
 _MAX_NAME = 256
 _MAX_METADATA = 16

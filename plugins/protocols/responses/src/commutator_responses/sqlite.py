@@ -15,8 +15,6 @@ from typing import TypeVar
 
 from commutator.contract.response_store import ResponseStore, StoredResponse
 
-__all__ = ["SqliteStore"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

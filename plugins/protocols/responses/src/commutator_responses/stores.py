@@ -12,8 +12,6 @@ from commutator import setting
 from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
 from commutator.errors import ConfigError
 
-__all__ = ["MemoryConfig", "SqliteConfig", "in_memory", "in_sqlite"]
-
 
 @frozen(kw_only=True)
 class MemoryConfig(ResponseStoreConfig):

@@ -13,8 +13,6 @@ from typing import Any
 
 from commutator.frontend.values import shown, wrong
 
-__all__ = ["sealed", "unsealed"]
-
 _MARK = "commutator.summary.1."
 """Content of other servers begins otherwise: nobody here can read that."""
 

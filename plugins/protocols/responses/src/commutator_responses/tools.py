@@ -19,16 +19,6 @@ from commutator.frontend.values import (
     wrong,
 )
 
-__all__ = [
-    "ServerTools",
-    "ToolName",
-    "Toolbox",
-    "custom_arguments",
-    "custom_input",
-    "model_name",
-    "read_toolbox",
-]
-
 ServerTools = Literal["leave_out", "refuse"]
 """What becomes of tools that OpenAI's servers run."""
 

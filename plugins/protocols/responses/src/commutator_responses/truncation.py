@@ -9,8 +9,6 @@ from commutator.errors import RequestError
 from commutator.frontend import Call, Preprocessor, conversation_prompt, salted
 from commutator_responses.reading import Asked
 
-__all__ = ["fitted", "prompt_limit", "truncate"]
-
 _TOO_LONG = "context_length_exceeded"
 
 

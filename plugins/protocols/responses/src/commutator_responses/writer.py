@@ -27,17 +27,6 @@ from commutator.contract.request import SamplingParams, TokenLogprob
 from commutator.frontend import Plan
 from commutator_responses.tools import Toolbox, custom_input
 
-__all__ = [
-    "DONE",
-    "ResponseWriter",
-    "error_body",
-    "failed_response",
-    "line_error",
-    "line_responses",
-    "new_response",
-    "usage_of",
-]
-
 _encode = msgspec.json.Encoder().encode
 
 MIN_LOGPROB = -9999.0

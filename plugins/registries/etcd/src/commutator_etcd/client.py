@@ -22,8 +22,6 @@ from commutator.errors import ConfigError, RegistryError
 from commutator_etcd.config import EtcdConfig, EtcdTls
 from commutator_etcd.follower import Listing, WatchMessage
 
-__all__ = ["EtcdClient", "EtcdWatch", "Stored", "delete", "put", "unchanged", "with_lease"]
-
 T = TypeVar("T")
 
 _HAS_LEADER = (("hasleader", "true"),)

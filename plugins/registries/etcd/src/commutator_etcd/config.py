@@ -12,8 +12,6 @@ from commutator import PositiveSeconds, setting
 from commutator.contract.registry import RegistryConfig
 from commutator.registry import is_loopback
 
-__all__ = ["EtcdConfig", "EtcdTls"]
-
 
 @frozen(kw_only=True)
 class EtcdTls:

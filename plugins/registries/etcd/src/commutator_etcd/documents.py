@@ -14,8 +14,6 @@ from commutator.registry import seal, unseal
 from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged
 from commutator_etcd.view import Keys
 
-__all__ = ["EtcdDocuments"]
-
 log = logging.getLogger(__name__)
 
 _MARK_BYTES = 16

@@ -13,8 +13,6 @@ from math import inf
 
 from attrs import field, frozen
 
-__all__ = ["Delta", "Follower", "Listing", "SessionEnd", "WatchMessage"]
-
 Delta = Mapping[bytes, bytes | None]
 """The new values of keys; None: deleted."""
 

@@ -29,8 +29,6 @@ from commutator_etcd.documents import EtcdDocuments
 from commutator_etcd.follower import Follower, SessionEnd
 from commutator_etcd.view import ClusterView, Desired, Gone, Keys, decoded, encoded
 
-__all__ = ["EtcdRegistry", "LeaseHolder", "whole_ttl_s"]
-
 log = logging.getLogger(__name__)
 
 _CLAIM_POLL_S = 0.2

@@ -16,8 +16,6 @@ from commutator.contract.worker import Role
 from commutator.registry import seal, succession, unseal
 from commutator_etcd.follower import Delta
 
-__all__ = ["ClusterView", "Desired", "Gone", "Keys", "decoded", "encoded"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

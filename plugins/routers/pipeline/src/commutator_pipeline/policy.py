@@ -22,8 +22,6 @@ from commutator import (
 )
 from commutator_pipeline.stages import BestPicker, Rating
 
-__all__ = ["Pipeline", "PipelineConfig"]
-
 _TOTAL = "total"
 """The weighted sum, among the terms that explain a decision."""
 

@@ -25,15 +25,6 @@ from commutator import (
     setting,
 )
 
-__all__ = [
-    "BestPicker",
-    "DrawPicker",
-    "FewestPrefillTokens",
-    "LoadScorer",
-    "MaxRequests",
-    "PrefixScorer",
-]
-
 Rating = Callable[[WorkerLoad, Overlap], float]
 """A score from a candidate's load and overlap."""
 

@@ -18,8 +18,6 @@ from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfi
 from commutator.errors import TierError
 from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 
-__all__ = ["DramConfig", "DramTier", "HugePages", "allocate"]
-
 _ALIGNMENT_BYTES = 4096
 """Alignment of each slot, so that direct I/O can read files into it."""
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.lru import first_evictable
 
-__all__ = ["Arc"]
-
 Queue = OrderedDict[BlockKey, None]
 
 

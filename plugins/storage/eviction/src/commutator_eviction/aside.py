@@ -7,8 +7,6 @@ from typing import Self
 
 from commutator import BlockKey
 
-__all__ = ["Aside", "Queue"]
-
 Queue = OrderedDict[BlockKey, int]
 
 

@@ -13,8 +13,6 @@ from attrs import define
 
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 
-__all__ = ["LeafFirst"]
-
 
 @define
 class _Block:

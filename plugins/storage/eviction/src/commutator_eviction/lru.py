@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 
-__all__ = ["Lru", "first_evictable"]
-
 
 class Lru(EvictionPolicy):
     """One queue in order of use. Each use takes O(1)."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.aside import Aside, Queue
 
-__all__ = ["S3Fifo"]
-
 _MOST_USES = 3
 
 

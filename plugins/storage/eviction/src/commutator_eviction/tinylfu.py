@@ -15,8 +15,6 @@ import xxhash
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.aside import Aside, Queue
 
-__all__ = ["FrequencySketch", "TinyLfu"]
-
 _PROTECTED = 0.8
 """Part of the main room for blocks that were used again in it."""
 

@@ -14,8 +14,6 @@ from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfi
 from commutator.errors import TierError
 from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 
-__all__ = ["HbmConfig", "HbmTier"]
-
 
 def _known_device(_config: HbmConfig, attribute: Attribute[Any], value: str) -> None:
     kind, _, number = value.partition(":")

@@ -9,8 +9,6 @@ from attrs import Attribute, frozen
 from commutator import Memory, Size, TierConfig, setting
 from commutator.schema import ByteSize
 
-__all__ = ["Backend", "Direct", "Io", "NvmeConfig"]
-
 Io = Literal["auto", "uring", "aio"]
 Direct = Literal["auto", "on", "off"]
 Backend = Literal["POSIX", "GDS", "GDS_MT"]

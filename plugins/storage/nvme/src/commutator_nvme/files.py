@@ -17,8 +17,6 @@ from pathlib import Path
 
 from commutator.errors import TierError
 
-__all__ = ["Files", "disk_errors", "flush_folder", "lock_folder", "make_folder", "write_at"]
-
 _OTHER_PATH = "or choose another path"
 _REMEDIES = {
     errno.ENOSPC: "free some room, or lower capacity",

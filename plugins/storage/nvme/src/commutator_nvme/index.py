@@ -22,8 +22,6 @@ from commutator_nvme.owners import Owner, Owners
 from commutator_nvme.records import RecordFormat, Recovered
 from commutator_nvme.segments import PAGE_BYTES, Layout, Segments, digest_of
 
-__all__ = ["HEADER_BYTES", "Header", "Index", "parse_header"]
-
 log = logging.getLogger(__name__)
 
 HEADER_BYTES = 2 * PAGE_BYTES

@@ -25,8 +25,6 @@ from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
 
-__all__ = ["Owner", "Owners"]
-
 _CHECKSUM_DIGITS = 16
 _NO_OWNER = 0
 _LARGEST_NUMBER = 2**32 - 1

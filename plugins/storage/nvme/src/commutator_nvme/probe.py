@@ -21,8 +21,6 @@ from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
 from commutator_nvme.files import disk_errors
 from commutator_nvme.segments import PAGE_BYTES
 
-__all__ = ["Access", "find_access"]
-
 _TIMEOUT_S = 10.0
 _PARAMETERS: Mapping[Io, Mapping[str, str]] = {
     "uring": {"use_uring": "true"},

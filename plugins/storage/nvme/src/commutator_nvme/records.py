@@ -21,8 +21,6 @@ from commutator import KEY_BYTES, BlockKey, Slot, StoredBlock
 from commutator.contract.tier import BlockSeal
 from commutator_nvme.owners import Owner
 
-__all__ = ["RecordFormat", "Recovered"]
-
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_BYTES = 8
 _FIXED = struct.Struct(f"<QQQ{KEY_BYTES}s{KEY_BYTES}sIII")

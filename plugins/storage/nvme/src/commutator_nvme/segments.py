@@ -16,8 +16,6 @@ from commutator.errors import TierError
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import Files, disk_errors
 
-__all__ = ["PAGE_BYTES", "Layout", "Segments", "check_room", "digest_of"]
-
 PAGE_BYTES = 4096
 """Direct I/O needs addresses, offsets and sizes that are multiples of the disk's sector."""
 

@@ -16,8 +16,6 @@ from commutator_nvme.index import Index
 from commutator_nvme.probe import Access, find_access
 from commutator_nvme.segments import PAGE_BYTES, Layout, Segments, check_room
 
-__all__ = ["NvmeTier"]
-
 log = logging.getLogger(__name__)
 
 

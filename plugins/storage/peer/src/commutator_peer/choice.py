@@ -8,8 +8,6 @@ from collections.abc import Collection
 
 from commutator import BlockKey
 
-__all__ = ["PeerChoice"]
-
 _REMEMBERED_CHAINS = 4096
 
 

@@ -9,8 +9,6 @@ from attrs import Attribute, frozen
 from commutator import Memory, PositiveInt, PositiveSeconds, TierConfig, setting
 from commutator.contract.tier import ExportOptions
 
-__all__ = ["PeerTierConfig"]
-
 _EVERY_INTERFACE = {"*", "0.0.0.0", "::"}  # noqa: S104 - refused without advertise
 
 

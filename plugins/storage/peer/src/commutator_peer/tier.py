@@ -32,8 +32,6 @@ from commutator_engine_kit.kv.transfer import (
 from commutator_peer.choice import PeerChoice
 from commutator_peer.config import PeerTierConfig
 
-__all__ = ["PeerTier"]
-
 _CAPACITY = 1 << 16
 """The number of peers' blocks that the block manager remembers."""
 

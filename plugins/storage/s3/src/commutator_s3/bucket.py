@@ -29,8 +29,6 @@ from urllib3.exceptions import HTTPError
 from commutator.errors import TierError
 from commutator_s3.config import S3TierConfig
 
-__all__ = ["Bucket", "Credentials", "FoundObject"]
-
 _DELETED_AT_ONCE = 1000
 """S3's limit of keys in one request."""
 _LONGEST_ANSWER_BYTES = 8 << 20

@@ -18,8 +18,6 @@ from commutator import (
     setting,
 )
 
-__all__ = ["S3TierConfig"]
-
 
 def _is_url(_: S3TierConfig, _field: Attribute[Any], value: str | None) -> None:
     if value is None:

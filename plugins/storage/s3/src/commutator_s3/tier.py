@@ -26,8 +26,6 @@ from commutator_engine_kit.kv import OpenedSlots, SlotTier
 from commutator_s3.bucket import Bucket, Credentials
 from commutator_s3.config import S3TierConfig
 
-__all__ = ["S3Tier"]
-
 log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from commutator import Bounds, PositiveSeconds, setting
 from commutator.contract.response_store import ResponseStoreConfig
 from commutator_nats.config import NatsServers
 
-__all__ = ["NatsStoreConfig"]
-
 
 @frozen(kw_only=True)
 class NatsStoreConfig(NatsServers, ResponseStoreConfig):

@@ -14,8 +14,6 @@ import msgspec
 
 from commutator.contract.response_store import StoredResponse
 
-__all__ = ["HEADER", "Record", "body_of", "name_of", "record_of", "split", "stored_of"]
-
 HEADER = "Commutator-Response"
 """The header; a message without it says that there is no such response any more."""
 

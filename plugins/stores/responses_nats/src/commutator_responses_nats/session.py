@@ -22,8 +22,6 @@ from commutator_responses.ledger import Ledger
 from commutator_responses_nats.config import NatsStoreConfig
 from commutator_responses_nats.records import Record, split
 
-__all__ = ["Found", "Session", "opened"]
-
 log = logging.getLogger(__name__)
 
 _STREAM_EXISTS = 10058

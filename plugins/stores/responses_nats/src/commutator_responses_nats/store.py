@@ -22,8 +22,6 @@ from commutator_responses_nats.config import NatsStoreConfig
 from commutator_responses_nats.records import body_of, name_of, record_of, stored_of
 from commutator_responses_nats.session import Found, Session, opened
 
-__all__ = ["NatsStore"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -25,22 +25,6 @@ from attrs import define, field, frozen
 from commutator.contract.limiter import Standing
 from commutator.contract.principal import Limits
 
-__all__ = [
-    "DAY_S",
-    "UNSTATED_ANSWER_TOKENS",
-    "WINDOW_S",
-    "Account",
-    "Ledger",
-    "LimitName",
-    "Moment",
-    "Natural",
-    "Refusal",
-    "Settlement",
-    "SlidingWindow",
-    "Use",
-    "unstated_tokens",
-]
-
 WINDOW_S = 60
 DAY_S = 86_400
 _SLOTS = WINDOW_S + 1

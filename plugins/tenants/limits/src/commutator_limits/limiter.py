@@ -47,13 +47,6 @@ from commutator_limits.service import (
     unpack_answer,
 )
 
-__all__ = [
-    "CountingLimiter",
-    "LedgerTicket",
-    "LocalLimiter",
-    "SharedLimiter",
-]
-
 log = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 2.0

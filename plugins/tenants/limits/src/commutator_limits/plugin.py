@@ -9,8 +9,6 @@ from commutator.contract.service import Service
 from commutator_limits.limiter import LocalLimiter, SharedLimiter
 from commutator_limits.service import LedgerService
 
-__all__ = ["LedgerLimiter"]
-
 
 class LedgerLimiter(Limiter):
     """A front door that is alone has the ledger itself, several ask the one at the hub."""

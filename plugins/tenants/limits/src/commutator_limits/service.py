@@ -48,16 +48,6 @@ from commutator_limits.ledger import (
     Use,
 )
 
-__all__ = [
-    "SERVICE",
-    "LedgerService",
-    "now",
-    "pack_limits",
-    "unpack_accounts",
-    "unpack_allowed",
-    "unpack_answer",
-]
-
 SERVICE = "limits"
 """The first word of each frame."""
 

@@ -21,8 +21,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from commutator.errors import CommutatorError
 from commutator.trust.identity import Identity, identity_in
 
-__all__ = ["Authority", "CertificateError", "Issued", "read_certificates"]
-
 _CA_VALID = timedelta(days=3650)
 _EARLIER = timedelta(hours=1)
 """Certificates are valid from this long ago, for hosts whose clocks are behind."""

@@ -12,8 +12,6 @@ from commutator.errors import CommutatorError
 from commutator.trust.identity import Identity, Kind
 from commutator_certs.authority import Authority, read_certificates
 
-__all__ = ["certs"]
-
 _VALID_DAYS = 90
 _RENEW_DAYS = 30
 

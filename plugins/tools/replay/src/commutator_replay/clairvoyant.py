@@ -15,8 +15,6 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator_replay.trace import TraceRequest, uncached_tokens
 
-__all__ = ["Schedule", "work_by_second"]
-
 _ROUNDING = 1e-9
 
 

@@ -31,14 +31,6 @@ from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, with_chats
 from commutator_replay.tuning import Comparison, compare_values
 
-__all__ = [
-    "by_planner",
-    "by_policy",
-    "by_rate",
-    "replay",
-    "replay_warnings",
-]
-
 _PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _POSITIVE = NumberRange(min=0, min_open=True)
 

@@ -30,12 +30,6 @@ from commutator_replay.virtual import (
     VirtualRequest,
 )
 
-__all__ = [
-    "VirtualFleet",
-    "VirtualWorker",
-    "virtual_live_worker",
-]
-
 
 @define
 class _Handover:

@@ -12,8 +12,6 @@ from rich.text import Text
 
 from commutator.cli.options import NumberRange, set_option
 
-__all__ = ["table", "trace_options"]
-
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -33,16 +33,6 @@ from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
 from commutator_tuning.config import TrialsConfig
 
-__all__ = [
-    "CLAIRVOYANT",
-    "FIXED",
-    "OURS",
-    "Change",
-    "PlanReport",
-    "PlannedReplays",
-    "Sample",
-]
-
 FIXED = "fixed"
 """The smallest constant fleet that attains the targets, in hindsight; `fixed:N` is one of N."""
 CLAIRVOYANT = "clairvoyant"

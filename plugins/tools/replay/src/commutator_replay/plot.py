@@ -13,12 +13,6 @@ from matplotlib.ticker import LogLocator
 from commutator_replay.planners import PlanReport
 from commutator_replay.report import Report
 
-__all__ = [
-    "draw",
-    "draw_plans",
-    "draw_sweep",
-]
-
 mpl.use("Agg")
 # In an SVG text stays text, and equal figures give equal files.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})

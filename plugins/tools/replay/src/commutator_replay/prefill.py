@@ -23,13 +23,6 @@ from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import Arms, ModelRouter, Route
 from commutator_replay.fleet import VirtualWorker
 
-__all__ = [
-    "PrefillSide",
-    "ReplayDisagg",
-    "RunningPrefill",
-]
-
-
 _ONE_IDLE = {"worker": WorkerLoad()}
 
 

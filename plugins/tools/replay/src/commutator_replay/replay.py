@@ -32,14 +32,6 @@ from commutator_replay.virtual import (
 )
 from commutator_replay.workforce import Planning, Span, Tick, Workforce
 
-__all__ = [
-    "DoesNotFitError",
-    "Finished",
-    "Outcome",
-    "Replay",
-    "replay",
-]
-
 
 class DoesNotFitError(ValueError):
     """A worker can never hold a request of the trace, which is ``request``."""

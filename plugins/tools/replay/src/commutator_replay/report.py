@@ -9,12 +9,6 @@ from attrs import field, frozen
 from commutator.contract.planner import PlannerTargets
 from commutator_replay.replay import Outcome
 
-__all__ = [
-    "Report",
-    "percentile",
-    "report",
-]
-
 
 @frozen
 class Report:

@@ -17,17 +17,6 @@ from attrs import evolve, field, frozen
 from commutator.contract.planner import EnginePerformance
 from commutator_replay.trace import TraceRequest, at_rate, uncached_tokens
 
-__all__ = [
-    "Layout",
-    "Load",
-    "Look",
-    "Result",
-    "Run",
-    "Search",
-    "expected_rate",
-    "load_of",
-]
-
 _PREFILL_UTILISATION = 0.7
 """Of a prefill worker, so that prompts do not wait for long."""
 _STAGES = (8, 4, 1)

@@ -29,8 +29,6 @@ from commutator_replay.setup import Replays
 from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import TraceRequest
 
-__all__ = ["Placements", "search"]
-
 _DEFAULT_POLICY = "conditional"
 _KNOBS: Mapping[str, Sequence[Any]] = {
     "disaggregation.max_local_prefill_length": (0, 250, 500, 1000, 2000, 4000),

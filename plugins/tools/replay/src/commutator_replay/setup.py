@@ -26,11 +26,6 @@ from commutator_replay.virtual import VirtualEngine, virtual_engine_factory
 from commutator_replay.workforce import Planning
 from commutator_slo.config import SloConfig
 
-__all__ = [
-    "AGGREGATED",
-    "Replays",
-]
-
 MakeT = TypeVar("MakeT")
 _RouterKind = Kind[Callable[[Any], RoutingPolicy]]
 _DisaggKind = Kind[Callable[[Any], DisaggPolicy]]

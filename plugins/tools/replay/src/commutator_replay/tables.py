@@ -18,17 +18,6 @@ from attrs import evolve, frozen
 from commutator.errors import ConfigError
 from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, checked, read_trace
 
-__all__ = [
-    "Part",
-    "RateRow",
-    "from_rates",
-    "is_rates",
-    "load_trace",
-    "read_rates",
-    "superposed",
-    "thinned",
-]
-
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 _RATES = (

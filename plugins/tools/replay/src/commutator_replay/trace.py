@@ -15,17 +15,6 @@ from attrs import evolve, field, frozen
 
 from commutator.errors import ConfigError
 
-__all__ = [
-    "TRACE_BLOCK_TOKENS",
-    "TraceRequest",
-    "at_rate",
-    "checked",
-    "ideal_hit_ratio",
-    "read_trace",
-    "uncached_tokens",
-    "with_chats",
-]
-
 TRACE_BLOCK_TOKENS = 512
 _UNIX_MS = 1e11
 """Times from here on, of 1973, count from 1970: those of recorded traffic."""

@@ -31,15 +31,6 @@ from commutator_tuning.tuner import (
     TuningStep,
 )
 
-__all__ = [
-    "Compared",
-    "Comparison",
-    "ReplayTuning",
-    "TunedAt",
-    "candidates",
-    "compare_values",
-]
-
 
 @frozen
 class Compared:

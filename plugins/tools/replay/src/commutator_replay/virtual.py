@@ -16,20 +16,6 @@ from attrs import frozen
 from commutator.contract.block import CacheLevel
 from commutator.contract.planner import EnginePerformance
 
-__all__ = [
-    "BlocksGone",
-    "BlocksHeld",
-    "BlocksPulled",
-    "BlocksReady",
-    "PrefillDone",
-    "RequestDone",
-    "TokensMade",
-    "VirtualEngine",
-    "VirtualEvent",
-    "VirtualRequest",
-    "virtual_engine_factory",
-]
-
 
 @frozen
 class VirtualRequest:

@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from commutator_replay.replay import Replay
     from commutator_replay.tuning import ReplayTuning
 
-__all__ = [
-    "Planning",
-    "Span",
-    "Tick",
-    "Workforce",
-]
-
 
 @frozen(kw_only=True)
 class Planning:

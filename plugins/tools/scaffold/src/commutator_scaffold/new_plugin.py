@@ -17,8 +17,6 @@ from commutator.contract import CONTRACT_VERSION
 from commutator.errors import CommutatorError
 from commutator_scaffold.init import small_model
 
-__all__ = ["KINDS", "PluginKind", "new_plugin", "plugin_files"]
-
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 

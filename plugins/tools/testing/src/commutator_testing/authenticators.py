@@ -10,8 +10,6 @@ from attrs import evolve
 from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError
 
-__all__ = ["AuthenticatorContract"]
-
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _NOBODY = Credentials(bearer=None, headers={}, peer="127.0.0.1")
 _STRANGE = ("", "x", "a.b.c", "..", "\x00", "Bearer x", "ä" * 100, "x" * 100_000, "\udcff")

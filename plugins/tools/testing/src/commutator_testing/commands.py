@@ -11,8 +11,6 @@ from click.testing import CliRunner
 
 from commutator.contract.commands import Command, CommandRegister
 
-__all__ = ["CommandContract"]
-
 _LIGHT = {"commutator", "pluggy"}
 _LONGEST_HELP = 80
 

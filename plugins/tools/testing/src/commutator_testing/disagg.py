@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion, MeasuredSpeeds, WorkerLoad
 from commutator_testing.profile import suite_settings
 
-__all__ = [
-    "DisaggContract",
-]
-
 _counts = st.integers(0, 100_000) | st.sampled_from([0, 1, 2**31, 10**15])
 
 _loads = st.builds(

@@ -43,8 +43,6 @@ from commutator.contract.block import BlockStored
 from commutator.errors import CommutatorError, EngineError, EngineHandoverError, RequestError
 from commutator.kv_events.codec import decode_batch
 
-__all__ = ["EngineContract", "WorkerPair", "collect", "make_request"]
-
 _UNKNOWN_ADAPTER = AdapterIdentity(name="of nobody", digest="0" * 64)
 _UNKNOWN_MEDIA = MediaIdentity(kind="smell", digest="0" * 64, start=0, tokens=1)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -21,8 +21,6 @@ from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator_engine_kit import EventPublisher
 from commutator_testing.shared import TEST_ENGINE, make_record, until
 
-__all__ = ["BusFaults", "EventBusContract", "EventReader", "FaultyBus", "WorkerEvents"]
-
 _TIMES = SourceTimes(replay_timeout_s=2.0, settle_s=0.2, check_interval_s=0.5)
 _NO_CHECKS = SourceTimes(replay_timeout_s=2.0, settle_s=60.0, check_interval_s=60.0)
 _BLOCK = 4

@@ -11,11 +11,6 @@ from hypothesis import strategies as st
 from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_testing.profile import suite_settings
 
-__all__ = [
-    "EvictionContract",
-    "tree_block",
-]
-
 _BLOCKS = 40
 
 _CAPACITY = 12

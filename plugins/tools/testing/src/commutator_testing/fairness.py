@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from commutator.contract.fairness import FairnessPolicy
 from commutator_testing.profile import suite_settings
 
-__all__ = [
-    "FairnessContract",
-]
-
 _PRINCIPALS = (None, "ada", "bea", "team/cyd")
 
 _principals = st.sampled_from(_PRINCIPALS)

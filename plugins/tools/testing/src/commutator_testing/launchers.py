@@ -26,13 +26,6 @@ from commutator.contract.launcher import (
     PlacedAgent,
 )
 
-__all__ = [
-    "AgentLauncherContract",
-    "LauncherContract",
-    "PrintedLines",
-    "python_plan",
-]
-
 _FOREVER = "import time; print('started', flush=True); time.sleep(600)"
 
 

@@ -16,8 +16,6 @@ from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.trust import RunSecret, adopt
 
-__all__ = ["LimiterContract"]
-
 _ALL = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests")
 _TOKENS = 10
 """Of one request: its prompt and the answer that its client stated."""

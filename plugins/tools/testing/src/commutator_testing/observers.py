@@ -17,8 +17,6 @@ from commutator import (
 from commutator.errors import EngineUnavailableError
 from commutator_testing.shared import make_record
 
-__all__ = ["ObserverContract"]
-
 
 class ObserverContract:
     """What every observer must do. A fixture ``observer`` returns one that is not started."""

@@ -13,8 +13,6 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from commutator.contract.operations import Operations, OperationsDoor, OperationsRoute
 
-__all__ = ["OperationsContract"]
-
 _DOORS = [
     OperationsDoor(serves_clients=clients, needs_key=key)
     for clients, key in product((True, False), repeat=2)

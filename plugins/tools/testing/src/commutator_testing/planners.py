@@ -24,8 +24,6 @@ from commutator.contract.worker import Role
 from commutator.planning import FleetPlanner
 from commutator_testing.profile import suite_settings
 
-__all__ = ["CONTEXT", "PERFORMANCE", "PlannerContract", "observations"]
-
 PERFORMANCE = EnginePerformance(
     prefill_tokens_per_s=8000.0,
     step_s=0.006,

@@ -6,8 +6,6 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["THOROUGH", "examples", "suite_settings"]
-
 VARIABLE = "COMMUTATOR_SUITES"
 _TIMES = 10
 

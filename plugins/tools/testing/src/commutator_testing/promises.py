@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["promise"]
-
 
 def promise(suite_class: type, test: str) -> str | None:
     """The promise that ``test`` holds a plugin to, in words; None for tests of a plugin's own.

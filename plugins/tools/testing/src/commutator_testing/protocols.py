@@ -38,8 +38,6 @@ from commutator.errors import CommutatorError
 from commutator.frontend import Call, to_failure
 from commutator.frontend.limits import TimeLimit, TimeLimits
 
-__all__ = ["RECORDED", "ProtocolContract", "Said"]
-
 USAGE = Usage(prompt_tokens=12, completion_tokens=34, cached_tokens=5)
 FAILURE = Failure(503, "the worker was lost; try again", "worker_lost")
 

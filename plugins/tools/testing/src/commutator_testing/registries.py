@@ -25,13 +25,6 @@ from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
 from commutator_testing.shared import TEST_ENGINE, make_record, until
 
-__all__ = [
-    "RegistryContract",
-    "RegistryWatcher",
-    "make_worker",
-    "watching",
-]
-
 _LONG_S = 60.0
 
 

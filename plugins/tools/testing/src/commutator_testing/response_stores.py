@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from commutator.contract.answer import Failure
 from commutator.contract.response_store import ResponseStore, StoredResponse
 
-__all__ = ["MAX_BYTES", "TTL_S", "Clock", "ResponseStoreContract", "stored"]
-
 MAX_BYTES = 100
 """Of every store of the suite, ..."""
 TTL_S = 10.0

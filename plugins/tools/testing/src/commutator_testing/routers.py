@@ -22,11 +22,6 @@ from commutator.contract.routing import Cost, LeastCost, ScannedPool
 from commutator_testing.profile import suite_settings
 from commutator_testing.shared import make_record
 
-__all__ = [
-    "RouterContract",
-    "make_candidate",
-]
-
 
 def make_candidate(
     worker_id: str, load: WorkerLoad | None = None, overlap: Overlap | None = None

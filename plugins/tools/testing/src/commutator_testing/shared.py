@@ -8,8 +8,6 @@ from typing import Any
 
 from commutator import EngineInfo, WorkerRecord
 
-__all__ = ["TEST_ENGINE", "make_record", "until"]
-
 TEST_ENGINE = EngineInfo(
     kind="test",
     version="1",

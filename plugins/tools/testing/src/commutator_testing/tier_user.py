@@ -14,12 +14,6 @@ from commutator_engine_kit.kv import bytes_at, checksum
 from commutator_engine_kit.kv.tiers import HEADER_BYTES, FrameError, FrameHeader
 from commutator_engine_kit.nixl import TransferAgent, TransferPath
 
-__all__ = [
-    "TierAgents",
-    "TierUser",
-    "slot_geometry",
-]
-
 _PAGE_BYTES = 4096
 
 _TIMEOUT_S = 30.0

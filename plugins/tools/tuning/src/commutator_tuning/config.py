@@ -13,8 +13,6 @@ from commutator import Bounds, PositiveInt, PositiveSeconds, setting
 from commutator.config.tunable import tunable_options
 from commutator.contract.planner import TuningConfig
 
-__all__ = ["TrialsConfig", "trace_of"]
-
 
 @frozen(kw_only=True)
 class TrialsConfig(TuningConfig):

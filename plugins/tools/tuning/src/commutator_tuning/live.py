@@ -25,8 +25,6 @@ from commutator_tuning.tuner import (
     TuningStepKind,
 )
 
-__all__ = ["LiveTuning", "ValueSearch"]
-
 log = logging.getLogger(__name__)
 
 

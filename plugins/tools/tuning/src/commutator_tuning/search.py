@@ -24,8 +24,6 @@ from commutator.contract.worker import Role
 from commutator_tuning.config import TrialsConfig, trace_of
 from commutator_tuning.tuner import Finding, Tried
 
-__all__ = ["PolicySearch", "recorded_since"]
-
 _GRACE_S = 1.0
 _LOWEST_PRIORITY = "19"
 

@@ -28,19 +28,6 @@ from commutator.config.tunable import TunableOption
 from commutator.contract.tuning import ArmCounts, Trial
 from commutator_tuning.config import TrialsConfig
 
-__all__ = [
-    "Finding",
-    "Period",
-    "Tried",
-    "Tuner",
-    "TuningSeen",
-    "TuningState",
-    "TuningStep",
-    "TuningStepKind",
-    "gain_by_chance",
-    "pooled_z",
-]
-
 _NOT_WORSE = 1.0
 """Standard deviations by which misses may differ by chance."""
 _HARM = 3.0

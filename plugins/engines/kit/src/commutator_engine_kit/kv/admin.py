@@ -27,8 +27,6 @@ from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor
 from commutator_engine_kit.kv.tiers.mover import IoContext
 from commutator_engine_kit.kv.tiers.setup import TierSetup
 
-__all__ = ["KvAdmin", "LocatedPrompt"]
-
 _COUNT_TIMEOUT_S = 3.0
 """Limit for a tier's count of its bytes."""
 

@@ -11,8 +11,6 @@ from attrs import frozen
 
 from commutator.contract.tier import Memory, Region, Span
 
-__all__ = ["Arena", "BlockArena", "BlockPart", "ScatteredArena", "bytes_at", "checksum"]
-
 
 @frozen(kw_only=True)
 class BlockArena:

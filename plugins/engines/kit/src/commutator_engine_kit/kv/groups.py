@@ -16,17 +16,6 @@ from attrs import evolve, frozen
 from commutator.contract.block import CacheIdentity
 from commutator.errors import ConfigError
 
-__all__ = [
-    "KvGroup",
-    "KvKind",
-    "alignment",
-    "announced_group",
-    "group_identities",
-    "usable_boundaries",
-    "usable_boundary",
-    "whole",
-]
-
 
 class KvKind(StrEnum):
     """What the layers of a group keep of a prompt."""

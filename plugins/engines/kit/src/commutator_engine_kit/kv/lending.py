@@ -27,8 +27,6 @@ from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest, ReadyBlock
 
-__all__ = ["OnTier", "TierExporter", "lend", "on_tier"]
-
 log = logging.getLogger(__name__)
 
 OnTier = Callable[[Callable[[], Any]], Future[Any]]

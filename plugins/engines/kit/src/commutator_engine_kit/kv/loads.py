@@ -27,8 +27,6 @@ from commutator_engine_kit.kv.tier_stack import (
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
 from commutator_engine_kit.kv.tiers.mover import IoContext
 
-__all__ = ["Loads"]
-
 
 @define(eq=False)
 class _Part:

@@ -22,8 +22,6 @@ from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.tier_stack import OnboardTicket, TierStack
 from commutator_engine_kit.kv.tiers.executor import TierExecutor, TierThread
 
-__all__ = ["Lookups"]
-
 ResultT = TypeVar("ResultT")
 
 _Ask = Callable[[Future[Any], Callable[[], None]], None]

@@ -29,8 +29,6 @@ from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
 from commutator_engine_kit.kv.tiers.mover import IoContext
 
-__all__ = ["PART_BLOCKS", "Stores", "TierMove", "part_blocks", "store_job"]
-
 PART_BLOCKS = 16
 """Blocks in a part of a job. A more urgent job may run between two parts."""
 

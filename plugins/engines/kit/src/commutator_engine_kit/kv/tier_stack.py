@@ -16,16 +16,6 @@ from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
 from commutator_engine_kit.kv.tiers.executor import TierThread
 
-__all__ = [
-    "EventQueue",
-    "FinishedOnboard",
-    "OnboardTicket",
-    "Polled",
-    "TierStack",
-    "settle",
-    "uncancellable",
-]
-
 ResultT = TypeVar("ResultT")
 
 

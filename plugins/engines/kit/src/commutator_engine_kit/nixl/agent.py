@@ -20,17 +20,6 @@ from commutator_engine_kit.nixl.library import (
     nixl_errors,
 )
 
-__all__ = [
-    "POLL_S",
-    "BlockList",
-    "BlockLists",
-    "Request",
-    "Transfer",
-    "TransferAgent",
-    "TransferPath",
-    "poll_pause_s",
-]
-
 log = logging.getLogger(__name__)
 
 POLL_S = 100e-6

@@ -14,8 +14,6 @@ from typing import Any
 
 from commutator.errors import TransferError
 
-__all__ = ["create_backend", "load_nixl", "make_agent", "make_gpu_current", "nixl_errors"]
-
 log = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_US = 1000

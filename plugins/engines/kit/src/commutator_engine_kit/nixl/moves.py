@@ -14,21 +14,6 @@ from commutator.contract.tier import Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.agent import Transfer, TransferAgent, TransferPath, poll_pause_s
 
-__all__ = [
-    "BATCH_BYTES",
-    "MAX_IN_FLIGHT_BYTES",
-    "Batch",
-    "BlockMove",
-    "BlockMoves",
-    "MoveLimits",
-    "lane_names",
-    "lanes_worth",
-    "move_blocks",
-    "plan_batches",
-    "shares",
-    "when_whole",
-]
-
 BATCH_BYTES = 8 << 20
 MAX_IN_FLIGHT_BYTES = 32 << 20
 

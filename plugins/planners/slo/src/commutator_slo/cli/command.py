@@ -14,8 +14,6 @@ from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
 from commutator_slo.cli.profile import profile_command
 
-__all__ = ["planner"]
-
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 

@@ -21,8 +21,6 @@ from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
 from commutator_slo.profile import Answered, Profile, profile
 
-__all__ = ["profile_command"]
-
 _TOKEN_IDS = (100, 20_000)
 """Drawn from these, and below the size of the vocabulary; few of them are special."""
 _ANSWER_S = 300.0

@@ -10,20 +10,6 @@ from attrs import frozen
 
 from commutator.contract.block import BlockDescriptor, BlockKey, BlockRemoved, BlockStored, KvEvent
 
-__all__ = [
-    "DEVICE",
-    "TO_MAKE_ROOM",
-    "Action",
-    "Announce",
-    "FreeBlocks",
-    "JobUrgency",
-    "LoadResult",
-    "ReleaseSource",
-    "StoreBlocks",
-    "announced",
-    "event_hash",
-]
-
 DEVICE = -1
 """The engine's own arena as a source; tiers are numbered from 0, fastest first."""
 

@@ -21,19 +21,6 @@ from commutator.contract.eviction import EvictionPolicy
 from commutator.contract.principal import SALT_SEPARATOR
 from commutator.contract.tier import AdmissionConfig
 
-__all__ = [
-    "EdgeCounts",
-    "LoadCost",
-    "LoadSpeed",
-    "Quota",
-    "Retention",
-    "TierBlockPool",
-    "TierCounts",
-    "TierSpec",
-    "Waiting",
-    "count",
-]
-
 
 @frozen(kw_only=True)
 class LoadCost:

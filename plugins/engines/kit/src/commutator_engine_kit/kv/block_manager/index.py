@@ -25,8 +25,6 @@ from commutator_engine_kit.kv.block_manager.actions import (
 )
 from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, count
 
-__all__ = ["BlockIndex", "Node", "Recent", "UseCounts"]
-
 
 @define(slots=True)
 class Node:

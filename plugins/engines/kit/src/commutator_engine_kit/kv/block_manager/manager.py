@@ -33,8 +33,6 @@ from commutator_engine_kit.kv.block_manager.onboard import (
     prefetch,
 )
 
-__all__ = ["BlockManager"]
-
 
 class BlockManager:
     """The blocks of one engine over its tiers, fastest first.

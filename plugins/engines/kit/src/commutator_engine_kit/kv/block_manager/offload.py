@@ -26,8 +26,6 @@ from commutator_engine_kit.kv.block_manager.block_pool import (
 )
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 
-__all__ = ["Move", "OffloadScheduler"]
-
 
 @frozen
 class Move:

@@ -20,17 +20,6 @@ from commutator_engine_kit.kv.groups import (
     usable_boundary,
 )
 
-__all__ = [
-    "BreakEven",
-    "GroupChain",
-    "GroupPlan",
-    "OnboardPlan",
-    "OnboardScheduler",
-    "best_prefix",
-    "group_blocks",
-    "prefetch",
-]
-
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a slow tier again."""
 

@@ -33,19 +33,6 @@ from commutator_engine_kit.kv.tiers.codecs import (
 )
 from commutator_engine_kit.kv.tiers.mover import IoContext, LocalMover, TierMover
 
-__all__ = [
-    "PAGE_BYTES",
-    "STAGING_BLOCKS",
-    "BlockIo",
-    "DirectIo",
-    "LoadBlock",
-    "StagedIo",
-    "Staging",
-    "StoreBlock",
-    "StoreResult",
-    "Unstored",
-]
-
 
 @frozen(kw_only=True)
 class StoreBlock:

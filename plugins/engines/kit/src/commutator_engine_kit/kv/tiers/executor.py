@@ -33,8 +33,6 @@ from commutator_engine_kit.kv.tiers.setup import TierSetup, build_io
 from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_engine_kit.nixl.moves import lane_names
 
-__all__ = ["Job", "StoreOutcome", "TierExecutor", "TierThread"]
-
 log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3

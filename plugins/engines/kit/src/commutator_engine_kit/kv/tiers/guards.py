@@ -35,17 +35,6 @@ from commutator_engine_kit.kv.tiers.block_io import (
 )
 from commutator_engine_kit.kv.tiers.mover import IoContext
 
-__all__ = [
-    "Bandwidth",
-    "Breaker",
-    "BreakerState",
-    "GuardedIo",
-    "GuardedTier",
-    "IoGuards",
-    "OpenedTier",
-    "RetryBudget",
-]
-
 log = logging.getLogger(__name__)
 
 

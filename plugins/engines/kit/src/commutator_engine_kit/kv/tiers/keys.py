@@ -20,8 +20,6 @@ from commutator.contract.block import KEY_BYTES, BlockKey
 from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
 
-__all__ = ["CodecError", "TierKey", "needed"]
-
 _ID_BYTES = 8
 _NONCE_BYTES = 12
 _TAG_BYTES = 16

@@ -23,8 +23,6 @@ from commutator_engine_kit.nixl.moves import (
     when_whole,
 )
 
-__all__ = ["IoContext", "LocalMover", "TierMover"]
-
 LOCAL_BACKEND = "UCX"
 GPU_COPIES = {"ucx_error_handling_mode": "none"}
 """UCX's parameters for an agent that copies GPU memory within its process. By default UCX uses only

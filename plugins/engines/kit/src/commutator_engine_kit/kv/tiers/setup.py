@@ -39,15 +39,6 @@ from commutator_engine_kit.kv.tiers.guards import (
 from commutator_engine_kit.kv.tiers.mover import LocalMover, TierMover
 from commutator_engine_kit.nixl.agent import TransferAgent
 
-__all__ = [
-    "TierEntries",
-    "TierSetup",
-    "build_io",
-    "eviction_factory",
-    "make_tiers",
-    "read_tiers",
-]
-
 _CODEC_SLACK = 128
 """A codec may add 1/128 of a block beside its ``overhead_bytes``: see ``Codec``."""
 

@@ -25,8 +25,6 @@ from commutator.contract.tier import (
 )
 from commutator.errors import TierError
 
-__all__ = ["OpenedSlots", "SlotTable", "SlotTier"]
-
 
 @frozen
 class OpenedSlots:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["EventLoopThread"]
-
 ResultT = TypeVar("ResultT")
 
 

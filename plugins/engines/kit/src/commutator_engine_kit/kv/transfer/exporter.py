@@ -32,8 +32,6 @@ from commutator_engine_kit.kv.transfer.protocol import (
     WatchRequest,
 )
 
-__all__ = ["BlockExporter"]
-
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4096

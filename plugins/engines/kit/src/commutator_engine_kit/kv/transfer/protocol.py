@@ -41,30 +41,6 @@ from commutator.contract.worker import KvTransferInfo
 from commutator.errors import EngineHandoverError, RequestError
 from commutator_engine_kit.kv.groups import KvGroup, alignment, group_identities
 
-__all__ = [
-    "GROUPS_PROTOCOL",
-    "LEASE_S",
-    "PROTOCOL",
-    "SERVICE",
-    "BlockShapes",
-    "DecodeTransferParams",
-    "ExportState",
-    "ExportUpdate",
-    "ExportedMemory",
-    "LentBlocks",
-    "LookupRequest",
-    "Piece",
-    "PrefillTransferParams",
-    "PullHandover",
-    "ReadyBlock",
-    "ReleaseRequest",
-    "WatchRequest",
-    "convertible",
-    "handover_keys",
-    "handover_places",
-    "parse_transfer_params",
-]
-
 SERVICE = "KV exporter"
 """The service that both ends of a connection prove themselves for."""
 

@@ -32,8 +32,6 @@ from commutator_engine_kit.kv.transfer.protocol import (
 from commutator_engine_kit.kv.transfer.reader import BlockMover, PromptBlock, ReadTarget
 from commutator_engine_kit.kv.transfer.sources import Sources
 
-__all__ = ["Pull", "PullResult", "PullTimes", "Puller"]
-
 log = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")

@@ -30,15 +30,6 @@ from commutator_engine_kit.nixl.moves import (
     when_whole,
 )
 
-__all__ = [
-    "BlockMover",
-    "BlockReader",
-    "PromptBlock",
-    "ReadPlan",
-    "ReadTarget",
-    "plan_reads",
-]
-
 log = logging.getLogger(__name__)
 
 _BACKEND = "UCX"

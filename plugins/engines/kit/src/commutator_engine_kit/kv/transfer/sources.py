@@ -25,8 +25,6 @@ from commutator_engine_kit.kv.transfer.protocol import (
     ReleaseRequest,
 )
 
-__all__ = ["Connection", "Sources"]
-
 log = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")
