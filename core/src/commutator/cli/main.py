@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import IO, Any
 
 import click
@@ -53,8 +53,7 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
-            module, _, name = COMMANDS[cmd_name][0].partition(":")
-            command: click.Command = getattr(import_module(module), name)
+            command: click.Command = resolve_name(COMMANDS[cmd_name][0])
             return command
         added = _added()
         if (found := added.load(ctx, cmd_name)) is not None:

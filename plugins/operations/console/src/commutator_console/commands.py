@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -20,8 +20,4 @@ def command_register(register: CommandRegister) -> None:
         ("route", "Show where a prompt is routed, and why."),
         ("kv", "Show and change the KV blocks in storage tiers."),
     ):
-        register(name, text, partial(_command, name))
-
-
-def _command(name: str) -> Any:
-    return getattr(import_module(f"commutator_console.{name}"), name)
+        register(name, text, partial(resolve_name, f"commutator_console.{name}:{name}"))

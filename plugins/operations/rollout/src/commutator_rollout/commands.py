@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -23,8 +23,4 @@ def command_register(register: CommandRegister) -> None:
         ("cluster", "cluster", "List and drain workers of all hosts."),
         ("down", "down", "Stop the workers that a launcher such as ray has placed."),
     ):
-        register(name, text, partial(_command, module, name))
-
-
-def _command(module: str, name: str) -> Any:
-    return getattr(import_module(f"commutator_rollout.{module}"), name)
+        register(name, text, partial(resolve_name, f"commutator_rollout.{module}:{name}"))

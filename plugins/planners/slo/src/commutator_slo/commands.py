@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator planner`."""
-    register("planner", "Show what the planner wants, why, and what it did.", _planner)
-
-
-def _planner() -> Any:
-    return import_module("commutator_slo.cli.command").planner
+    register(
+        "planner",
+        "Show what the planner wants, why, and what it did.",
+        partial(resolve_name, "commutator_slo.cli.command:planner"),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator certs`."""
-    register("certs", "Create and renew the certificates of a cluster's hosts.", _certs)
-
-
-def _certs() -> Any:
-    return import_module("commutator_certs.cli").certs
+    register(
+        "certs",
+        "Create and renew the certificates of a cluster's hosts.",
+        partial(resolve_name, "commutator_certs.cli:certs"),
+    )

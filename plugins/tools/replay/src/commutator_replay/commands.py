@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -14,13 +15,12 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator replay` and `commutator planner search`."""
-    register("replay", "Replay recorded traffic over routing policies.", _replay)
-    register("planner search", "Search the settings that serve recorded traffic best.", _search)
-
-
-def _replay() -> Any:
-    return import_module("commutator_replay.cli").replay
-
-
-def _search() -> Any:
-    return import_module("commutator_replay.search_cli").search
+    for name, place, text in (
+        ("replay", "cli:replay", "Replay recorded traffic over routing policies."),
+        (
+            "planner search",
+            "search_cli:search",
+            "Search the settings that serve recorded traffic best.",
+        ),
+    ):
+        register(name, text, partial(resolve_name, f"commutator_replay.{place}"))

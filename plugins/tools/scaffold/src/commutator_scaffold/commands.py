@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -14,23 +15,10 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator init`, `commutator new-plugin`, `commutator demo` and `commutator completion`."""
-    register("init", "Write a configuration to start from.", _init)
-    register("new-plugin", "Create a package for a plugin of your own.", _new_plugin)
-    register("demo", "Start a deployment, hold a conversation, show what happened.", _demo)
-    register("completion", "Let the shell complete commands and options.", _completion)
-
-
-def _init() -> Any:
-    return import_module("commutator_scaffold.init").init
-
-
-def _new_plugin() -> Any:
-    return import_module("commutator_scaffold.new_plugin").new_plugin
-
-
-def _demo() -> Any:
-    return import_module("commutator_scaffold.demo").demo
-
-
-def _completion() -> Any:
-    return import_module("commutator_scaffold.completion").completion
+    for name, place, text in (
+        ("init", "init:init", "Write a configuration to start from."),
+        ("new-plugin", "new_plugin:new_plugin", "Create a package for a plugin of your own."),
+        ("demo", "demo:demo", "Start a deployment, hold a conversation, show what happened."),
+        ("completion", "completion:completion", "Let the shell complete commands and options."),
+    ):
+        register(name, text, partial(resolve_name, f"commutator_scaffold.{place}"))
