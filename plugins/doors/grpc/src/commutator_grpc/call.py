@@ -21,7 +21,6 @@ from commutator.errors import RequestError
 from commutator.frontend import (
     TIMEOUT_HEADER,
     WORKING_FOR,
-    Call,
     FrontendServices,
     Gate,
     TimeLimit,
@@ -31,7 +30,7 @@ from commutator.frontend import (
 from commutator_grpc.config import GrpcConfig
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.byte_budget import ByteBudget
-from commutator_http.call import request_id_of, room_for
+from commutator_http.call import MessageCall, request_id_of, room_for
 from commutator_http.connections import Strangers
 from commutator_http.middleware import bearer_of
 
@@ -61,7 +60,7 @@ class DoorParts:
         self.strangers = Strangers()
 
 
-class RpcCall(Call):
+class RpcCall(MessageCall):
     """What a message of a stream and a call of its own have in common."""
 
     path_attribute = "rpc.method"
@@ -93,9 +92,6 @@ class RpcCall(Call):
         del types  # messages have none
         return room_for(self, self.parts_of_door.messages, len(self.body))
 
-    async def read(self) -> bytes:
-        return self.body
-
     async def identify(self) -> None:
         """Find the principal, and begin to count the request. Raises AuthenticationError."""
         gate, headers = self.parts_of_door.gate, self.headers
@@ -115,7 +111,6 @@ class RpcCall(Call):
 class UnaryCall(RpcCall):
     """A call with one message and one answer."""
 
-    _begun = False
     sent = False
 
     async def receive(self) -> None:
@@ -142,10 +137,6 @@ class UnaryCall(RpcCall):
             self.headers[TIMEOUT_HEADER] = str(max(left_s, _SHORTEST_S))
         return super().time_limit()
 
-    async def reply(self, parts: list[bytes], content_type: str = "") -> None:
-        del content_type
-        await self.write(b"".join(parts))
-
     async def begin(
         self,
         content_type: str,
@@ -160,13 +151,6 @@ class UnaryCall(RpcCall):
         self._begun = True
         await self.context.write(data)
         self.sent = True
-
-    async def end(self, last: bytes = b"") -> None:
-        await self.write(last)
-
-    @property
-    def begun(self) -> bool:
-        return self._begun
 
     def trailers(self) -> list[tuple[str, str | bytes]]:
         """The request id and the collected headers; gRPC sends them after the answer."""

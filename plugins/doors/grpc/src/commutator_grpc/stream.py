@@ -15,7 +15,6 @@ from commutator.contract.answer import Failure
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator_grpc.call import CallInfo, DoorParts, RpcCall, headers_of
 from commutator_grpc.status import code_of, trailers_of
-from commutator_http.call import MessageCall
 from commutator_http.middleware import noted
 
 _OK = 200
@@ -32,7 +31,7 @@ _ENDS = Failure(
 )
 
 
-class StreamCall(MessageCall, RpcCall):
+class StreamCall(RpcCall):
     """One message of a stream."""
 
     def __init__(self, stream: _Stream, message: bytes) -> None:

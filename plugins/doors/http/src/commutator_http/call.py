@@ -428,7 +428,7 @@ _SMALL: AbstractAsyncContextManager[None] = nullcontext()
 
 
 class MessageCall(Call):
-    """One message of a connection, which is a call of its own, and the messages that answer it."""
+    """A call that is one message, mostly of a connection with many, and what answers it."""
 
     _failed: Callable[[Failure], bytes] | None = None
     _begun = False
