@@ -8,8 +8,9 @@ used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commutator.faces import face
 
 if TYPE_CHECKING:
     from commutator.contract.block import KEY_BYTES, BlockKey, RetentionHints
@@ -203,33 +204,7 @@ __all__ = [
     "setting",
 ]
 
-_HOMES = (
-    "commutator.hookspecs",
-    "commutator.contract",
-    "commutator.contract.engine",
-    "commutator.contract.routing",
-    "commutator.contract.disagg",
-    "commutator.contract.tier",
-    "commutator.contract.block",
-    "commutator.contract.capability",
-    "commutator.contract.eviction",
-    "commutator.contract.door",
-    "commutator.contract.protocol",
-    "commutator.contract.observer",
-    "commutator.contract.registration",
-    "commutator.contract.request",
-    "commutator.contract.worker",
-    "commutator.contract.launcher",
-    "commutator.contract.settings",
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for home in map(import_module, _HOMES):
-            if name in home.__all__:
-                return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = face(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,9 @@ NIXL.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from commutator.faces import face
 
 if TYPE_CHECKING:
     from commutator_scaffold.local_cluster import LocalCluster
@@ -57,36 +58,12 @@ __all__ = [
     "tree_block",
 ]
 
-_HOMES = {
-    "LocalCluster": "commutator_scaffold.local_cluster",
-    "AuthenticatorContract": "commutator_testing.authenticators",
-    "CommandContract": "commutator_testing.commands",
-    "DisaggContract": "commutator_testing.disagg",
-    "EngineContract": "commutator_testing.engines",
-    "collect": "commutator_testing.engines",
-    "make_request": "commutator_testing.engines",
-    "EventBusContract": "commutator_testing.event_buses",
-    "EvictionContract": "commutator_testing.eviction",
-    "tree_block": "commutator_testing.eviction",
-    "FairnessContract": "commutator_testing.fairness",
-    "LauncherContract": "commutator_testing.launchers",
-    "LimiterContract": "commutator_testing.limiters",
-    "ObserverContract": "commutator_testing.observers",
-    "OperationsContract": "commutator_testing.operations",
-    "PlannerContract": "commutator_testing.planners",
-    "ProtocolContract": "commutator_testing.protocols",
-    "RegistryContract": "commutator_testing.registries",
-    "RouterContract": "commutator_testing.routers",
-    "make_candidate": "commutator_testing.routers",
-    "TierContract": "commutator_testing.tiers",
-}
+_find = face(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'commutator_testing' has no attribute {name!r}")
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return _find(name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("commutator"):
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commutator_engine_kit.faces import face
+from commutator.faces import face
 
 if TYPE_CHECKING:
     from commutator_engine_kit.kv.admin import KvAdmin, LocatedPrompt

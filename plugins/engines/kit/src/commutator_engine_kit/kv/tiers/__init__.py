@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commutator_engine_kit.faces import face
+from commutator.faces import face
 
 if TYPE_CHECKING:
     from commutator_engine_kit.kv.tiers.block_io import BlockIo, LoadBlock, StoreBlock, Unstored

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commutator_engine_kit.faces import face
+from commutator.faces import face
 
 if TYPE_CHECKING:
     from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread

@@ -5,10 +5,8 @@ A plugin is listed before its engine is installed, so its imports must not load 
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -32,9 +30,13 @@ def face(package: str, file: str) -> Callable[[str], Any]:
 
 def _imports(file: str) -> dict[str, str]:
     """The names that a file imports for type checkers only, each with its module."""
+    import ast  # here, as `import commutator` alone has to be quick; pathlib likewise
+
+    with open(file, encoding="utf-8") as source:  # noqa: PTH123
+        tree = ast.parse(source.read())
     return {
         alias.name: node.module
-        for block in ast.parse(Path(file).read_text()).body
+        for block in tree.body
         if isinstance(block, ast.If)
         for node in block.body
         if isinstance(node, ast.ImportFrom) and node.module
