@@ -215,6 +215,16 @@ def test_plugins_import_only_what_is_public(package: Path) -> None:
                 assert exported or public, f"{file.relative_to(ROOT)} imports {name}, not public"
 
 
+def test_lists_of_names_stand_in_faces_alone() -> None:
+    """Pages and other packages read those; elsewhere an underscore says what is private."""
+    faces = {f"commutator.{name}" for name in (*PUBLIC, "hookspecs")} | PUBLIC_OF_KIT
+    for file in [*core_files(), *(file for package in PLUGINS for file in package.rglob("*.py"))]:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[parts.index("src") + 1 :])
+        if file.name != "__init__.py" and module not in faces:
+            assert "\n__all__ = " not in file.read_text(), f"{module} is no face"
+
+
 def test_a_plugin_declares_the_distributions_that_it_builds_on() -> None:
     """Otherwise pip would not install them, and only this checkout had them."""
     owners = {

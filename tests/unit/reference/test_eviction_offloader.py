@@ -15,8 +15,9 @@ from tests.support.reference_integrity import chain_of
 from commutator.contract.block import BlockDescriptor, CacheIdentity
 from commutator.contract.tier import Memory
 from commutator_engine_kit.kv.arena import BlockArena
-from commutator_engine_kit.kv.connector import KvConnector, Polled
+from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.groups import KvGroup, whole
+from commutator_engine_kit.kv.tier_stack import Polled
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.tiering import EvictionOffloader, Tiering
 

@@ -158,7 +158,7 @@ def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
     assert written["kv_cache_config"]["enable_block_reuse"] is True
     assert written["kv_connector_config"]["connector_module"] == connector.__name__
     for name in ("connector_scheduler_class", "connector_worker_class"):
-        assert written["kv_connector_config"][name] in connector.__all__
+        assert hasattr(connector, written["kv_connector_config"][name])
     options = read_options(plan.env)
     assert (options.worker, options.wait_s) == ("trtllm-1", 0.2)
     (setup,) = read_tiers(options.tiers, options.worker)

@@ -10,14 +10,15 @@ from commutator.frontend.request.bodies import (
     read_structured,
 )
 from commutator.frontend.request.call import TIMEOUT_HEADER, Call
-from commutator.frontend.request.conversation import thinking_variables
+from commutator.frontend.request.conversation import NOT_SERVED, thinking_variables
 from commutator.frontend.request.failures import (
     RATE_LIMIT_HEADERS,
     log_failure,
     rate_limits,
     to_failure,
 )
-from commutator.frontend.request.planning import NOT_SERVED, Plan, conversation_prompt
+from commutator.frontend.request.generation import Plan
+from commutator.frontend.request.planning import conversation_prompt
 from commutator.frontend.request.preprocessor import Preprocessor, size_of
 from commutator.frontend.request.serving import answer
 from commutator.frontend.services import FrontendServices

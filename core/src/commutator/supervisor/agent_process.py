@@ -48,8 +48,6 @@ from commutator.supervisor.specs import WorkerSpec, worker_spec
 from commutator.supervisor.worker_agent import WorkerAgent
 from commutator.trust import adopt, use_network
 
-__all__ = ["CONFIG", "ORDER", "CutOff", "Order", "main"]
-
 log = logging.getLogger("commutator.supervisor.agent_process")  # not "__main__"
 
 CONFIG, ORDER = "config.json", "order.json"

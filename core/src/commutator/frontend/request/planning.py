@@ -28,8 +28,6 @@ from commutator.tokenizer.control_tokens import RenderedPrompt
 from commutator.tokenizer.prompt_cache import PromptTokens
 from commutator.tokenizer.text_model import TextModel
 
-__all__ = ["NOT_SERVED", "Plan", "Target", "conversation_prompt", "make_plan"]
-
 _PROMPT_END = 256
 """Characters of the rendered prompt that tell a parser how the answer begins."""
 _MAX_ANSWERS = 256

@@ -10,8 +10,9 @@ from commutator.contract.conversation import Generate
 from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.request.call import Call
-from commutator.frontend.request.generation import Generation
-from commutator.frontend.request.planning import NOT_SERVED, Plan, Target, make_plan
+from commutator.frontend.request.conversation import NOT_SERVED
+from commutator.frontend.request.generation import Generation, Plan
+from commutator.frontend.request.planning import Target, make_plan
 from commutator.frontend.work import WorkPool
 
 _INLINE_BYTES = 1 << 20

@@ -29,8 +29,6 @@ try:
 except ModuleNotFoundError:  # older versions
     from tensorrt_llm._torch.pyexecutor import kv_cache_connector as published
 
-__all__ = ["CommutatorKvScheduler", "CommutatorKvWorker"]
-
 _addresses: dict[str, Sequence[str]] = {}
 """Addresses of the ranks' StageServers by server name, from rank 0's worker to the scheduler."""
 

@@ -58,19 +58,6 @@ from commutator_openai.requests import (
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header, set_aside
 from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 
-__all__ = [
-    "IGNORED_HEADER",
-    "Generations",
-    "as_request",
-    "asked_batch",
-    "asked_chat",
-    "asked_completion",
-    "conversation_of",
-    "parse_body",
-    "read_request",
-    "unserved_hints",
-]
-
 T = TypeVar("T")
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, BatchRequest)
 

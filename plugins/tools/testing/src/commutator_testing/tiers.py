@@ -31,8 +31,6 @@ from commutator.errors import TierError
 from commutator_testing.profile import THOROUGH, examples
 from commutator_testing.tier_user import TierAgents, TierUser, slot_geometry
 
-__all__ = ["TierContract", "TierMachine", "TierUser"]
-
 _KEYS = [bytes([number]) * KEY_BYTES for number in range(1, 8)]
 _keys = st.sampled_from(_KEYS)
 

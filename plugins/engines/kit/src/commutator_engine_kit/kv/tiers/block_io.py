@@ -23,7 +23,6 @@ from commutator_engine_kit.kv.block_manager.actions import LoadResult
 from commutator_engine_kit.kv.tiers.codecs import (
     HEADER_BYTES,
     Codec,
-    CodecError,
     FrameError,
     FrameHeader,
     chain_name,
@@ -31,6 +30,7 @@ from commutator_engine_kit.kv.tiers.codecs import (
     encode,
     frame_tags,
 )
+from commutator_engine_kit.kv.tiers.keys import CodecError
 from commutator_engine_kit.kv.tiers.mover import IoContext, LocalMover, TierMover
 
 

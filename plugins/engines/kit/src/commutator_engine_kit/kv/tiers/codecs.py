@@ -14,24 +14,6 @@ from commutator.contract.tier import BlockSeal
 from commutator_engine_kit.kv.arena import checksum
 from commutator_engine_kit.kv.tiers.keys import CodecError, TierKey, needed
 
-__all__ = [
-    "HEADER_BYTES",
-    "AesGcm",
-    "Codec",
-    "CodecError",
-    "FrameError",
-    "FrameHeader",
-    "Gmac",
-    "Lz4",
-    "Zstd",
-    "chain_name",
-    "decode",
-    "encode",
-    "frame_tags",
-    "identity_with",
-    "seals_of",
-]
-
 
 class Codec(ABC):
     """One reversible encoding. An instance is used by one thread."""
