@@ -9,14 +9,7 @@ from urllib.parse import urlsplit
 
 from attrs import Attribute, frozen
 
-from commutator import (
-    DoorConfig,
-    NonNegativeInt,
-    PositiveInt,
-    PositiveSeconds,
-    Secret,
-    setting,
-)
+from commutator import DoorConfig, NonNegativeInt, PositiveInt, PositiveSeconds, Secret, setting
 from commutator.errors import ConfigError
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://((?:[a-z0-9_.-]+|\[[0-9a-f:.]+\]))(?::([0-9]+))?")

@@ -25,12 +25,7 @@ from commutator.frontend import FrontendServices
 from commutator_http.app import build_app, build_local_app
 from commutator_http.call import DOOR, ClientConnection, is_generating
 from commutator_http.config import HttpConfig, tls_context
-from commutator_http.connections import (
-    Connection,
-    ConnectionTable,
-    Listener,
-    most_connections,
-)
+from commutator_http.connections import Connection, ConnectionTable, Listener, most_connections
 from commutator_http.health import PROBE_PATHS
 from commutator_http.middleware import failure_response, find_answer
 

@@ -14,12 +14,7 @@ from typing import Protocol
 from attrs import define, evolve, field, frozen
 
 from commutator import BlockKey, GenerateRequest, TokenLogprob
-from commutator.contract.block import (
-    BlockDescriptor,
-    CacheIdentity,
-    next_key,
-    retention_hints,
-)
+from commutator.contract.block import BlockDescriptor, CacheIdentity, next_key, retention_hints
 from commutator_engine_kit.kv import (
     KvGroup,
     KvKind,

@@ -27,12 +27,7 @@ from commutator_engine_kit.http import (
     HttpServer,
 )
 from commutator_engine_kit.launching import HttpRelay, ServerAccess
-from commutator_sglang.discovery import (
-    UNIX_SOCKET,
-    engine_info,
-    engine_load,
-    private_event_source,
-)
+from commutator_sglang.discovery import UNIX_SOCKET, engine_info, engine_load, private_event_source
 from commutator_sglang.handover import ANSWER_WITHIN_S
 from commutator_sglang.messages import (
     ABORT,

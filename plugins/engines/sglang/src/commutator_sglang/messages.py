@@ -9,13 +9,7 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
-from commutator import (
-    Constraint,
-    FinishReason,
-    GenerateRequest,
-    TokenDelta,
-    TokenLogprob,
-)
+from commutator import Constraint, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from commutator.errors import EngineError, RequestError
 from commutator_engine_kit.completions import (
     JsonEvents,

@@ -14,14 +14,7 @@ from importlib.metadata import version
 
 from attrs import define, evolve
 
-from commutator import (
-    EngineInfo,
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    Operation,
-    TokenDelta,
-)
+from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, Operation, TokenDelta
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError, EngineOverloadedError, RequestError
 from commutator.tokenizer import TextModel

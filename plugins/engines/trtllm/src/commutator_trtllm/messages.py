@@ -11,12 +11,7 @@ import msgspec
 from commutator import Constraint, GenerateRequest, TokenLogprob
 from commutator.errors import EngineError, RequestError
 from commutator_engine_kit import completions
-from commutator_engine_kit.completions import (
-    STREAMED,
-    any_of,
-    enforceable,
-    sampling_parameters,
-)
+from commutator_engine_kit.completions import STREAMED, any_of, enforceable, sampling_parameters
 from commutator_trtllm.handover import CONTEXT_ONLY, WHOLE
 
 _NO_SALT = (

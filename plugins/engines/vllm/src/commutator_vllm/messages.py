@@ -10,12 +10,7 @@ from attrs import evolve
 
 from commutator import Constraint, GenerateRequest, Pooling, TokenDelta, TokenLogprob
 from commutator_engine_kit import completions
-from commutator_engine_kit.completions import (
-    STREAMED,
-    enforceable,
-    likeliest,
-    sampling_parameters,
-)
+from commutator_engine_kit.completions import STREAMED, enforceable, likeliest, sampling_parameters
 
 GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out. Cheaper for vLLM, but needs `--enable-scale-out`."""

@@ -53,17 +53,7 @@ from commutator_rollout.document import (
     read,
 )
 from commutator_rollout.plugin import SERVICE, RolloutConfig
-from commutator_rollout.steps import (
-    Cancel,
-    Drain,
-    Phase,
-    Rules,
-    Start,
-    Steps,
-    Want,
-    Worker,
-    steps,
-)
+from commutator_rollout.steps import Cancel, Drain, Phase, Rules, Start, Steps, Want, Worker, steps
 
 log = logging.getLogger(__name__)
 

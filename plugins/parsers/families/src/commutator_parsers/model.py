@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from commutator.contract.conversation import Conversation
-from commutator.contract.parser import (
-    AnswerParser,
-    ForcedCalls,
-    Parser,
-    ParserConfig,
-    ParserModel,
-)
+from commutator.contract.parser import AnswerParser, ForcedCalls, Parser, ParserConfig, ParserModel
 from commutator.contract.request import Constraint
 from commutator.errors import RequestError
 from commutator_parsers.channels import ElementParser, HarmonyParser

@@ -9,12 +9,7 @@ from typing import Annotated, Any, Literal
 from attrs import Attribute, asdict, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, setting
-from commutator.contract.planner import (
-    EnginePerformance,
-    PlannerConfig,
-    PlannerContext,
-    SpeedMeter,
-)
+from commutator.contract.planner import EnginePerformance, PlannerConfig, PlannerContext, SpeedMeter
 from commutator_slo.growth import GrowthConfig
 from commutator_slo.learned import StepMeter
 

@@ -22,13 +22,7 @@ from commutator_kserve.models import (
     server_metadata,
 )
 from commutator_kserve.serving import serve
-from commutator_kserve.writers import (
-    HEADER_LENGTH,
-    OCTETS,
-    GenerateWriter,
-    JsonForm,
-    TensorWriter,
-)
+from commutator_kserve.writers import HEADER_LENGTH, OCTETS, GenerateWriter, JsonForm, TensorWriter
 
 _PATH = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?(/(?P<what>ready|config|infer|generate(_stream)?))?"

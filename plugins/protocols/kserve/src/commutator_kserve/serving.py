@@ -9,12 +9,7 @@ from commutator import Operation
 from commutator.contract.answer import AnswerWriter
 from commutator.errors import RequestError
 from commutator.frontend import Call, Plan, TimeLimit, answer
-from commutator_kserve.asking import (
-    asked_embeddings,
-    asked_generation,
-    operation_of,
-    timeout_s,
-)
+from commutator_kserve.asking import asked_embeddings, asked_generation, operation_of, timeout_s
 from commutator_kserve.inference import Inference
 from commutator_kserve.writers import Form, embedding_outputs
 from commutator_openai.pooling import pool

@@ -15,12 +15,7 @@ from commutator.frontend import Call, FrontendServices, conversation_prompt, sal
 from commutator.tokenizer import TextModel
 from commutator_openai.chat import conversation_of, read_request
 from commutator_openai.requests import DetokenizeRequest, TokenizeRequest
-from commutator_openai.responses import (
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-)
+from commutator_openai.responses import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header
 
 T = TypeVar("T")

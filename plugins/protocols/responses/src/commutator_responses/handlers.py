@@ -33,11 +33,7 @@ from commutator_responses.making import Making, make
 from commutator_responses.reading import Asked, read_conversation, read_request
 from commutator_responses.tools import ServerTools
 from commutator_responses.truncation import truncate
-from commutator_responses.writer import (
-    ResponseWriter,
-    line_responses,
-    new_response,
-)
+from commutator_responses.writer import ResponseWriter, line_responses, new_response
 
 _IGNORED_HEADER = "X-Commutator-Ignored"
 _MAX_LISTED = 100

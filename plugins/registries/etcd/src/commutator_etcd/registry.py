@@ -14,12 +14,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from commutator import WorkerRecord
-from commutator.contract.registry import (
-    CLAIM_TTLS,
-    RETIRED,
-    Change,
-    WorkerUp,
-)
+from commutator.contract.registry import CLAIM_TTLS, RETIRED, Change, WorkerUp
 from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
 from commutator.registry import Watchers, description

@@ -30,14 +30,7 @@ from commutator.contract.principal import Limits, Principal
 from commutator.contract.service import Connection, Hub
 from commutator.errors import RateLimitError, RegistryError
 from commutator.registry.hub import connections
-from commutator_limits.ledger import (
-    Ledger,
-    Moment,
-    Refusal,
-    Settlement,
-    Use,
-    unstated_tokens,
-)
+from commutator_limits.ledger import Ledger, Moment, Refusal, Settlement, Use, unstated_tokens
 from commutator_limits.service import (
     SERVICE,
     now,

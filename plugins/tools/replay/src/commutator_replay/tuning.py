@@ -22,14 +22,7 @@ from commutator_replay.replay import Outcome
 from commutator_replay.setup import Replays
 from commutator_replay.trace import TraceRequest
 from commutator_tuning.config import TrialsConfig
-from commutator_tuning.tuner import (
-    Finding,
-    Tried,
-    Tuner,
-    TuningSeen,
-    TuningState,
-    TuningStep,
-)
+from commutator_tuning.tuner import Finding, Tried, Tuner, TuningSeen, TuningState, TuningStep
 
 
 @frozen

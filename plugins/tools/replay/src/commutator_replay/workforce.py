@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
-from commutator.contract.planner import (
-    Observation,
-    PlannedWorker,
-    WorkerPhase,
-)
+from commutator.contract.planner import Observation, PlannedWorker, WorkerPhase
 from commutator.contract.worker import Role
 from commutator.demand import ArrivalCounts
 from commutator.planning import ActionKind, FleetPlanner, Plan, PlanAction

@@ -10,14 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator import (
-    Candidate,
-    Decision,
-    Overlap,
-    RouteRequest,
-    RoutingPolicy,
-    WorkerLoad,
-)
+from commutator import Candidate, Decision, Overlap, RouteRequest, RoutingPolicy, WorkerLoad
 from commutator.contract.routing import Cost, LeastCost, ScannedPool
 from commutator_testing.profile import suite_settings
 from commutator_testing.shared import make_record

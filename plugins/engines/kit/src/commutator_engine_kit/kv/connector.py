@@ -27,11 +27,7 @@ from commutator_engine_kit.kv.lending import TierExporter, lend
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.lookups import Lookups
 from commutator_engine_kit.kv.stores import Stores
-from commutator_engine_kit.kv.tier_stack import (
-    EventQueue,
-    Polled,
-    TierStack,
-)
+from commutator_engine_kit.kv.tier_stack import EventQueue, Polled, TierStack
 from commutator_engine_kit.kv.tiers.block_io import STAGING_BLOCKS, Staging
 from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
 from commutator_engine_kit.kv.tiers.setup import TierEntries, TierSetup, read_tiers

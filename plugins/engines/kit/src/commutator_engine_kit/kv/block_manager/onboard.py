@@ -13,12 +13,7 @@ from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierBlockPool, count
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
-from commutator_engine_kit.kv.groups import (
-    KvGroup,
-    alignment,
-    usable_boundaries,
-    usable_boundary,
-)
+from commutator_engine_kit.kv.groups import KvGroup, alignment, usable_boundaries, usable_boundary
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a slow tier again."""

@@ -30,12 +30,7 @@ from commutator_engine_kit.kv.arena import Arena, BlockArena
 from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_engine_kit.kv.tiers.block_io import BlockIo, DirectIo, StagedIo, Staging
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, Gmac, Lz4, Zstd
-from commutator_engine_kit.kv.tiers.guards import (
-    Breaker,
-    GuardedIo,
-    GuardedTier,
-    IoGuards,
-)
+from commutator_engine_kit.kv.tiers.guards import Breaker, GuardedIo, GuardedTier, IoGuards
 from commutator_engine_kit.kv.tiers.mover import LocalMover, TierMover
 from commutator_engine_kit.nixl.agent import TransferAgent
 
