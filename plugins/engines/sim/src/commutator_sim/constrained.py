@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
-from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
+from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred, within
 
 KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice", "structural_tag")
 """What this engine follows."""
@@ -187,15 +187,7 @@ class _Maker:
         low = least if least > -math.inf else min(0.0, most - 1)
         high = most if most < math.inf else max(low + 1, 1.0)
         value: float = low if low == high else low + (high - low) / 2
-        if (
-            value < least
-            or value > most
-            or value
-            in (
-                own.get("exclusiveMinimum"),
-                own.get("exclusiveMaximum"),
-            )
-        ):
+        if not within(own, value):
             _refuse("bounds that are too close")
         return value
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from commutator.contract.request import Constraint
-from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred
+from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred, within
 
 _MOST = 10_000
 """Comparisons for one text: schemas may refer to themselves."""
@@ -91,7 +91,7 @@ class _Judge:
             return self._array(own, value, depth + 1)
         if "string" in kinds:
             return bool(own.get("minLength", 0) <= len(value) <= own.get("maxLength", len(value)))
-        return "number" not in kinds or _within(own, value)
+        return "number" not in kinds or within(own, value)
 
     def _joins(self, key: str, given: Any, value: Any, depth: int) -> bool:
         match key:
@@ -120,14 +120,6 @@ class _Judge:
         return all(
             self.fits(schema, one, depth) for schema, one in zip(schemas, value, strict=False)
         )
-
-
-def _within(own: Mapping[str, Any], value: float) -> bool:
-    return bool(
-        own.get("minimum", value) <= value <= own.get("maximum", value)
-        and ("exclusiveMinimum" not in own or value > own["exclusiveMinimum"])
-        and ("exclusiveMaximum" not in own or value < own["exclusiveMaximum"])
-    )
 
 
 def _written(value: Any) -> str:

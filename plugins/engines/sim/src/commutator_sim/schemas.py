@@ -53,3 +53,12 @@ def json_types(value: object) -> set[str]:
         case list():
             return {"array"}
     return {"object"}
+
+
+def within(own: Mapping[str, Any], value: float) -> bool:
+    """Whether a number is within the bounds of a schema."""
+    return bool(
+        own.get("minimum", value) <= value <= own.get("maximum", value)
+        and ("exclusiveMinimum" not in own or value > own["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in own or value < own["exclusiveMaximum"])
+    )

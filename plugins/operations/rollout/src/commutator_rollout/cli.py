@@ -218,7 +218,7 @@ def history(door: FrontDoor, as_json: bool) -> None:
         why = one["cause"] if one["state"] == "failed" else one["why"]
         row = (str(one["generation"]), one["state"], when, one["who"], one["source"], why or _DASH)
         rows.append(row)
-    _table(rows)
+    print_table(rows)
 
 
 def _body(files: Sequence[Path], sets: Sequence[str], *, forget: bool, why: str) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _show_status(found: Mapping[str, Any]) -> None:
         wanted = "yes" if one["as_wanted"] else "no"
         state = one["phase"] + (f", failed {one['failures']} times" if one["failures"] else "")
         rows.append((one["worker_id"], one["engine"], state, one["generation"], wanted))
-    _table(rows)
+    print_table(rows)
 
 
 def _headline(found: Mapping[str, Any]) -> str:
@@ -351,7 +351,8 @@ def _row_of(door: FrontDoor, found: Mapping[str, Any], generation: int) -> Mappi
     return row
 
 
-def _table(rows: Sequence[Iterable[str]]) -> None:
+def print_table(rows: Sequence[Iterable[str]]) -> None:
+    """In columns as wide as their longest cell; the first row has their names."""
     cells = [list(row) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     for row in cells:

@@ -12,6 +12,7 @@ from commutator.cli.options import Sources, configuration_options
 from commutator.cli.serve import must_be_shared
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import CommutatorError
+from commutator_rollout.cli import print_table
 
 if TYPE_CHECKING:
     from commutator.contract.registry import Registry
@@ -81,10 +82,7 @@ def ls(sources: Sources) -> None:
         rows.append(
             (one.worker_id, host, one.address, one.model, state, one.generation, labels or "-")
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    print_table(rows)
 
 
 def _change(
