@@ -12,8 +12,9 @@ from typing import Any, Self
 from commutator.contract.block import BlockKey, CacheIdentity, KvEvent
 from commutator.contract.tier import Memory
 from commutator_engine_kit.kv.arena import BlockPart, ScatteredArena
-from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
+from commutator_engine_kit.kv.connector import KvConnector
 from commutator_engine_kit.kv.groups import KvGroup
+from commutator_engine_kit.kv.tier_stack import OnboardTicket
 
 __all__ = ["IDENTITY", "LAYERS", "PART_BYTES", "TIMEOUT_S", "ForeignEngine", "dram", "prompt"]
 

@@ -26,7 +26,8 @@ from commutator.plugins import PluginHost, load_plugins
 from commutator.schema import structure
 from commutator_engine_kit.kv import GroupChain, KvGroup
 from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
-from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
+from commutator_engine_kit.kv.connector import KvConnector
+from commutator_engine_kit.kv.tier_stack import OnboardTicket
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
 from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
 

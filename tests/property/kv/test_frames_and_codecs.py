@@ -15,7 +15,6 @@ from commutator_engine_kit.kv.tiers.codecs import (
     HEADER_BYTES,
     AesGcm,
     Codec,
-    CodecError,
     FrameError,
     FrameHeader,
     Lz4,
@@ -24,6 +23,7 @@ from commutator_engine_kit.kv.tiers.codecs import (
     decode,
     encode,
 )
+from commutator_engine_kit.kv.tiers.keys import CodecError
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 SECRET = bytes(range(32))

@@ -11,7 +11,7 @@ from tests.support.foreign_engine import IDENTITY, ForeignEngine, dram
 from tests.support.kv_integrity import check_connector
 
 from commutator.errors import TierError
-from commutator_engine_kit.kv.connector import OnboardTicket
+from commutator_engine_kit.kv.tier_stack import OnboardTicket
 from commutator_sglang import hicache_pages
 from commutator_sglang.hicache_pages import TierPages
 
