@@ -82,6 +82,7 @@ def test_help_imports_no_command() -> None:
         "commutator.contract",
         "commutator.contract.commands",
         "commutator.errors",
+        "commutator.faces",
         "commutator.hookspecs",
     }
     plugins = {name for name in modules if name.startswith("commutator_")}
