@@ -10,24 +10,11 @@ import msgspec
 from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
-from commutator.frontend import (
-    Call,
-    TimeLimit,
-    answer,
-    conversation_prompt,
-    read_object,
-    salted,
-)
+from commutator.frontend import Call, TimeLimit, answer, conversation_prompt, read_object, salted
 from commutator.frontend.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
 from commutator_responses.compaction import CompactionWriter, read_compaction
-from commutator_responses.conversations import (
-    REMEMBERED,
-    Conversations,
-    Remembered,
-    Turn,
-    items_of,
-)
+from commutator_responses.conversations import REMEMBERED, Conversations, Remembered, Turn, items_of
 from commutator_responses.items import Item, with_ids
 from commutator_responses.making import Making, make
 from commutator_responses.reading import Asked, read_conversation, read_request
