@@ -15,6 +15,7 @@ import engines_page
 import http_page
 import kit_page
 import metrics_page
+import models_page
 import protocols_page
 
 if __name__ == "__main__":
@@ -28,6 +29,7 @@ if __name__ == "__main__":
     http_page.write()
     kit_page.write()
     metrics_page.write()
+    models_page.write()
     protocols_page.write()
     sys.argv.append("--write")
     docs_console.main()

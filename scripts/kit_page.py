@@ -21,6 +21,7 @@ PUBLIC = (
     ".preflight",
     ".model_files",
     ".model_identity",
+    ".model_kv",
     ".http",
     ".completions",
     ".connector_worker",

@@ -25,7 +25,8 @@ def check(sources: Sources, elsewhere: bool) -> None:
     """Report every mistake in FILE, or "ok".
 
     Several files are merged in order, as `serve` does. What `serve` would need of this machine is
-    checked too: models, devices, memory, folders, secrets, the environments of engines.
+    checked too: models, devices, memory, folders, secrets, the environments of engines. Where a
+    model has a config.json: what its KV needs, and what the engine does with it.
     """
     from commutator.cli.likely_mistakes import warnings_of
     from commutator.supervisor.preflight import (
@@ -33,6 +34,7 @@ def check(sources: Sources, elsewhere: bool) -> None:
         check_machine,
         check_routes,
         machine_warnings,
+        model_notes,
     )
 
     loaded = sources.load()
@@ -45,6 +47,8 @@ def check(sources: Sources, elsewhere: bool) -> None:
         warnings += machine_warnings(loaded.config, loaded.host)
     for warning in warnings:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
+    for note in model_notes(loaded.config, loaded.host):
+        click.echo(note)
     click.echo(f"{', '.join(map(str, sources.files))}: ok")
 
 

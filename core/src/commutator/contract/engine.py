@@ -421,6 +421,11 @@ class EngineConnector(ABC, Generic[ConfigT]):
         del config, model
         return ()
 
+    def model_notes(self, config: ConfigT, model: ModelConfig) -> Iterable[str]:
+        """What they do with the model's KV, for people: lines of `commutator config check`."""
+        del config, model
+        return ()
+
     def devices(self, config: ConfigT) -> Sequence[int]:
         """The GPUs that are divided evenly among its replicas, each of which owns its part.
 

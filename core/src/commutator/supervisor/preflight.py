@@ -154,6 +154,16 @@ def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
         yield from (f"{path}.{warning}" for warning in connector.warnings(engine, model))
 
 
+def model_notes(config: Config, host: PluginHost) -> Iterator[str]:
+    """What each engine does with its model, for people; what several say alike once."""
+    told: set[tuple[str, str]] = set()
+    for path, engine, connector, model in _engines(config, host):
+        for note in connector.model_notes(engine, model):
+            if (model.name, note) not in told:
+                told.add((model.name, note))
+                yield f"{path} ({model.name}): {note}"
+
+
 def fetch_models(config: Config) -> None:
     """Download the models of the Hugging Face Hub that are not on this machine.
 

@@ -18,10 +18,11 @@ from commutator import (
 from commutator.engine import TokenApiClient
 from commutator_engine_kit import engine_command
 from commutator_engine_kit.kv.transfer import PullHandover
+from commutator_engine_kit.model_kv import KvSupport, ModelKv, WithKvSupport
 from commutator_reference.config import ReferenceConfig
 
 
-class ReferenceConnector(EngineConnector[ReferenceConfig]):
+class ReferenceConnector(WithKvSupport, EngineConnector[ReferenceConfig]):
     """Starts `python -m commutator_reference` and speaks the token API to it."""
 
     secures_connections = True
@@ -41,6 +42,17 @@ class ReferenceConnector(EngineConnector[ReferenceConfig]):
 
     def launch_plan(self, config: ReferenceConfig, context: LaunchContext) -> LaunchPlan:
         return engine_command("commutator_reference", config, context)
+
+    def kv_support(self, model: ModelKv) -> KvSupport:
+        from commutator_reference.model_support import support
+
+        return support(model)
+
+    def kv_number_bytes(self, config: ReferenceConfig, model: ModelKv) -> tuple[int, int]:
+        from commutator_reference.preflight import number_bytes
+
+        del model
+        return number_bytes(config), 4
 
     def connect(self, config: ReferenceConfig, address: str) -> EngineClient:
         return TokenApiClient(address)

@@ -60,18 +60,18 @@ def problems(
     llama = model_config(model.source)
     if llama is None:
         return
-    number_bytes = _number_bytes(config)
-    least = llama.kv_bytes(config.block_size, number_bytes)
+    bytes_each = number_bytes(config)
+    least = llama.kv_bytes(config.block_size, bytes_each)
     if config.kv_cache_bytes < least:
         yield (
             f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold not even one KV block; set it "
-            f"to {_size(_rounded_up(llama.kv_bytes(_context(llama, model), number_bytes)))} for "
+            f"to {_size(_rounded_up(llama.kv_bytes(_context(llama, model), bytes_each)))} for "
             f"the model's {_context(llama, model):,} tokens"
         )
     elif on_cpu and (total_bytes := machine_memory_bytes()) is not None:
         problem = memory_problem(
             kv_bytes=config.kv_cache_bytes,
-            weights_bytes=llama.least_parameters * number_bytes,
+            weights_bytes=llama.least_parameters * bytes_each,
             replicas=config.replicas,
             total_bytes=total_bytes,
         )
@@ -84,8 +84,8 @@ def warnings(config: ReferenceConfig, model: ModelConfig) -> Iterator[str]:
     llama = model_config(model.source)
     if llama is None:
         return
-    number_bytes, context = _number_bytes(config), _context(llama, model)
-    block_bytes = llama.kv_bytes(config.block_size, number_bytes)
+    bytes_each, context = number_bytes(config), _context(llama, model)
+    block_bytes = llama.kv_bytes(config.block_size, bytes_each)
     tokens = config.kv_cache_bytes // block_bytes * config.block_size
     if tokens < context:
         blocks = -(-context // config.block_size)
@@ -151,7 +151,7 @@ def _context(llama: LlamaConfig, model: ModelConfig) -> int:
     return min(model.max_model_len or llama.context_length, llama.context_length)
 
 
-def _number_bytes(config: ReferenceConfig) -> int:
+def number_bytes(config: ReferenceConfig) -> int:
     """Bytes of a weight or a number of the KV cache; `auto` on a GPU takes fewer than assumed."""
     is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and config.device == "cuda")
     return 2 if is_half else 4

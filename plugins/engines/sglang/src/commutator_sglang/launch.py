@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from attrs import evolve
@@ -27,7 +28,9 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.model_files import directory_for
+from commutator_engine_kit.model_kv import model_at
 from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
+from commutator_sglang import model_support
 from commutator_sglang.config import TRANSFER, SglangConfig
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,8 @@ def problems(
     config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
 ) -> Iterator[str]:
     """As ``EngineConnector.problems``, of servers that are to be launched."""
-    return server_problems(config, model, _NEEDS, _contradictions(config, tiers))
+    found = chain(_contradictions(config, tiers), _not_with_tiers(model, tiers))
+    return server_problems(config, model, _NEEDS, found)
 
 
 def warnings(config: SglangConfig) -> Iterator[str]:
@@ -199,6 +203,14 @@ def _contradictions(config: SglangConfig, tiers: Sequence[TierConfig]) -> Iterat
         yield "tiers: they have no use with --disable-radix-cache; remove one"
     elif lack := missing_plugin(config.python, "commutator-sglang", _NEEDS.made_by):
         yield f"tiers: {lack}"
+
+
+def _not_with_tiers(model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
+    """What our storage backend would refuse once the server has begun to start."""
+    if tiers and (kept := model_at(model.source)) is not None:
+        verdict = model_support.tiers(kept)
+        if verdict.word == "no":
+            yield f"tiers: {model.name}: {verdict.why}"
 
 
 def _tier_arguments(context: LaunchContext) -> dict[str, str]:

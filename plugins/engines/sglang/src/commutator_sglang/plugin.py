@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from commutator import EngineClient, EngineRegister, HandoverStyle, hookimpl
 from commutator_engine_kit.launching import HttpRelay, ServerConnector
+from commutator_engine_kit.model_kv import KvSupport, ModelKv, WithKvSupport
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 
 
-class SglangConnector(ServerConnector[SglangConfig]):
+class SglangConnector(WithKvSupport, ServerConnector[SglangConfig]):
     """Launches SGLang's server, or attaches to one, and talks HTTP to it."""
 
     launch_module = "commutator_sglang.launch"
@@ -17,6 +18,11 @@ class SglangConnector(ServerConnector[SglangConfig]):
         from commutator_sglang.client import PATHS
 
         return PATHS
+
+    def kv_support(self, model: ModelKv) -> KvSupport:
+        from commutator_sglang.model_support import support
+
+        return support(model)
 
     def connect(self, config: SglangConfig, address: str) -> EngineClient:
         from commutator_sglang.client import SglangClient

@@ -22,7 +22,9 @@ from commutator_engine_kit.launching import (
     warn_of_unused_tiers,
     write_tiers,
 )
+from commutator_engine_kit.model_kv import model_at
 from commutator_engine_kit.preflight import gpu_memory_bytes
+from commutator_trtllm import model_support
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import PREFIX, as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
@@ -50,6 +52,10 @@ def problems(
             check()
         except ConfigError as error:
             yield from error.problems
+    if tiers and config.url is None and (kept := model_at(model.source)) is not None:
+        verdict = model_support.tiers(kept)
+        if verdict.word == "no":
+            yield f"tiers: {model.name}: {verdict.why}"
     if config.url is None and Path(config.command[0]).name == _SERVER and gpu_memory_bytes() == ():
         yield (
             "command: TensorRT-LLM needs an NVIDIA GPU, and this machine has none; attach to a "

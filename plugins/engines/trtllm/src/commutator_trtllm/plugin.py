@@ -15,11 +15,12 @@ from commutator import (
     TierConfig,
     hookimpl,
 )
+from commutator_engine_kit.model_kv import KvSupport, ModelKv, WithKvSupport
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.handover import ContextFirst
 
 
-class TrtllmConnector(EngineConnector[TrtllmConfig]):
+class TrtllmConnector(WithKvSupport, EngineConnector[TrtllmConfig]):
     """Launches a sidecar, and the server unless `url` names one; talks HTTP to both."""
 
     uses_tiers = True
@@ -38,6 +39,11 @@ class TrtllmConnector(EngineConnector[TrtllmConfig]):
         from commutator_trtllm.launch import launch_plan
 
         return launch_plan(config, context)
+
+    def kv_support(self, model: ModelKv) -> KvSupport:
+        from commutator_trtllm.model_support import support
+
+        return support(model)
 
     def connect(self, config: TrtllmConfig, address: str) -> EngineClient:
         from commutator_trtllm.client import TrtllmClient

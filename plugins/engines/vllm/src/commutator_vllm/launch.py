@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_engine_kit import free_ports
+from commutator_engine_kit.kv import KvKind
 from commutator_engine_kit.launching import (
     RANKS_ON_LOOPBACK,
     NodeGroup,
@@ -30,12 +30,14 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.model_files import directory_for
+from commutator_engine_kit.model_kv import model_at
 from commutator_engine_kit.preflight import (
     ServerNeeds,
     argument_value,
     server_problems,
     server_warnings,
 )
+from commutator_vllm import model_support
 from commutator_vllm.client import TokenApiAddress
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_engine import LISTEN_AT
@@ -67,6 +69,7 @@ _CONTEXT_PARALLEL = (
     *("--decode-context-parallel-size", "-dcp"),
     *("--prefill-context-parallel-size", "-pcp"),
 )
+_STAGES = ("--pipeline-parallel-size", "-pp")
 _MAMBA_CACHE_MODE = "--mamba-cache-mode"
 _SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
@@ -121,6 +124,10 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         env.setdefault(_SIDE_CHANNEL_PORT, str(free_ports(context.kv_host)[0]))
         # vLLM sets this against a leak in UCX, but not when our tiers have imported NIXL before.
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+        kept = model_at(context.model.source)
+        if kept is not None and kept.of(KvKind.RECURRENT):
+            # Without, the NixlConnector refuses recurrent layers.
+            env.setdefault("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
     url = address = f"http://{context.advertise}:{context.port}"
     if config.connection == "token_api":
         taken = {context.port, int(env.get(_SIDE_CHANNEL_PORT, 0))}
@@ -185,6 +192,8 @@ def _contradictions(
                 f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
                 "--tensor-parallel-size in `args` to a multiple of it"
             )
+    if config.role != "both" and not config.has_own_connector:
+        yield from (f"role: {config.role}: {each}" for each in _not_handed_over(config, model))
     if tiers:
         found = list(_not_with_tiers(config, model)) or list(filter(None, [plugin()]))
         yield from (f"tiers: {problem}" for problem in found)
@@ -196,6 +205,20 @@ def _contradictions(
                 "connection: token_api: --disable-log-stats hides the server's load from routing; "
                 "remove it from `args`"
             )
+
+
+def _not_handed_over(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
+    """What the NixlConnector would refuse once the server has begun to start."""
+    if (kept := model_at(model.source)) is None:
+        return
+    if (verdict := model_support.handover(kept)).word == "no":
+        yield f"{model.name}: {verdict.why}"
+    stages = {argument_value(config.args, name) for name in _STAGES} - {None, "1"}
+    if stages and len(kept.kinds) > 1:
+        yield (
+            f"{model.name} keeps {' and '.join(kept.kinds)}, which vLLM's NixlConnector does not "
+            f"hand over between pipeline stages; remove {_STAGES[0]} from `args`, or use role: both"
+        )
 
 
 def _not_with_tiers(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
@@ -212,12 +235,9 @@ def _not_with_tiers(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f"they keep recurrent states with {_MAMBA_CACHE_MODE} align only, not {mode}; remove it"
         )
-    try:
-        facts = json.loads((locate_model(model.source) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, ConfigError):
-        return  # a GGUF file, or what other checks report
-    if isinstance(facts, dict) and facts.get("is_encoder_decoder"):
-        yield "vLLM does not run models with an encoder and cross attention with them; remove them"
+    kept = model_at(model.source)
+    if kept is not None and (verdict := model_support.tiers(kept)).word == "no":
+        yield f"{model.name}: {verdict.why}"
 
 
 def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from commutator import EngineClient, EngineRegister, HandoverStyle, hookimpl
 from commutator_engine_kit.launching import HttpRelay, ServerConnector
+from commutator_engine_kit.model_kv import KvSupport, ModelKv, WithKvSupport
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 
 
-class VllmConnector(ServerConnector[VllmConfig]):
+class VllmConnector(WithKvSupport, ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
 
     launch_module = "commutator_vllm.launch"
@@ -18,6 +19,16 @@ class VllmConnector(ServerConnector[VllmConfig]):
         from commutator_vllm.client import PATHS
 
         return PATHS
+
+    def kv_support(self, model: ModelKv) -> KvSupport:
+        from commutator_vllm.model_support import support
+
+        return support(model)
+
+    def kv_number_bytes(self, config: VllmConfig, model: ModelKv) -> tuple[int, int]:
+        from commutator_vllm.model_support import number_bytes
+
+        return number_bytes(config.args, model)
 
     def connect(self, config: VllmConfig, address: str) -> EngineClient:
         from commutator_vllm.client import TokenApiAddress, VllmClient, VllmTokenClient
