@@ -40,6 +40,7 @@ PUBLIC |= {"frontend.values"}
 BESIDE = {
     "commutator_certs": {"trust.identity"},
     "commutator_limits": {"registry.hub"},
+    "commutator_models": {"plugins"},
     "commutator_slo": {"cli.added", "cli.front_door"},
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }

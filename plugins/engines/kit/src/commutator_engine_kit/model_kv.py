@@ -242,7 +242,7 @@ def _encoder_decoder(raw: Mapping[str, Any]) -> ModelKv:
     if count is None:
         reader.unknown["num_hidden_layers"] = "the number of layers is not said"
     kinds = (KvKind.FULL, KvKind.CROSS)
-    return reader.result([KvLayers(kind=kind, count=count, row=row) for kind in kinds if count])
+    return reader.result([KvLayers(kind=kind, count=count or 0, row=row) for kind in kinds])
 
 
 @define
