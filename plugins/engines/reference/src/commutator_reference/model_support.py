@@ -5,8 +5,6 @@ from __future__ import annotations
 from commutator_engine_kit.model_kv import KvSupport, ModelKv, Verdict
 from commutator_reference.llama import MODEL_TYPES
 
-__all__ = ["support"]
-
 _YES = Verdict("yes")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from commutator_engine_kit.kv import KvKind
 from commutator_engine_kit.model_kv import KvSupport, ModelKv, Verdict
 
-__all__ = ["support", "tiers"]
-
 _UNTRIED = Verdict("untried", "no test of ours has run this family")
 _TESTED = {"llama"}
 """Families of which a test with real SGLang has run a model."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from commutator_engine_kit.kv import KvKind
 from commutator_engine_kit.model_kv import KvSupport, ModelKv, Verdict
 
-__all__ = ["support", "tiers"]
-
 _UNTRIED = Verdict("untried", "TensorRT-LLM was met only as a stand-in")
 
 

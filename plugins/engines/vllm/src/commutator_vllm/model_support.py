@@ -8,8 +8,6 @@ from commutator_engine_kit.kv import KvKind
 from commutator_engine_kit.model_kv import USUAL_BYTES, KvSupport, ModelKv, Verdict
 from commutator_engine_kit.preflight import argument_value
 
-__all__ = ["handover", "number_bytes", "support", "tiers"]
-
 _YES = Verdict("yes")
 _TESTED = {
     *("llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "deepseek_v2", "mixtral"),

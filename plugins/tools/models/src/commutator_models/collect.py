@@ -13,8 +13,6 @@ from typing import Any
 from commutator_engine_kit.model_kv import ModelKv, read_model_kv
 from commutator_models.families import FILE
 
-__all__ = ["FAMILIES", "collected", "needed"]
-
 FAMILIES = {
     "Apertus": "apertus",
     "A.X K1": "axk1",

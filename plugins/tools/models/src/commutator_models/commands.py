@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from commutator import hookimpl
 
@@ -14,8 +15,5 @@ if TYPE_CHECKING:
 @hookimpl
 def command_register(register: CommandRegister) -> None:
     """`commutator models`."""
-    register("models", "Show what a model keeps as KV, and what engines do with it.", _models)
-
-
-def _models() -> Any:
-    return import_module("commutator_models.models").models
+    help_ = "Show what a model keeps as KV, and what engines do with it."
+    register("models", help_, partial(resolve_name, "commutator_models.models:models"))

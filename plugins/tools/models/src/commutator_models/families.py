@@ -11,8 +11,6 @@ from attrs import frozen
 
 from commutator_engine_kit.model_kv import ModelKv, read_model_kv
 
-__all__ = ["FILE", "Family", "families"]
-
 FILE = "families.json"
 
 

@@ -25,8 +25,6 @@ from commutator_engine_kit.model_kv import (
 )
 from commutator_models.families import families
 
-__all__ = ["engine_supports", "layers_text", "models", "sizes_row"]
-
 STATE_BYTES = 4
 """Of a number of a recurrent state, where nothing says it: float32."""
 
