@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import psutil
 from attrs import define, field, frozen
 
 from bench.dynamo_cluster import DynamoCluster
-from bench.load import DYNAMO, until_idle
+from bench.load import DYNAMO, cpu_s, until_idle
 from bench.result import Figure
 from commutator_scaffold.local_cluster import LocalCluster
 
@@ -65,6 +66,8 @@ class Measured:
     """What one door did."""
 
     took_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of the whole deployment. Unlike the rest, it says something on a busy machine, too."""
     answers: int = 0
     first_call_s: list[float] = field(factory=list)
 
@@ -81,10 +84,14 @@ def beside_dynamo(agent: Agent, config: Mapping[str, Any]) -> Iterator[Figure]:
             said={_ANSWER: agent.answer},
         )
         replay = {"nvext": {"annotations": [f"output_replay_id:{_ANSWER}"]}}
-        doors = {
-            DYNAMO: Door(stack.enter_context(peer).url, bodies_of(agent, replay)),
-            OURS: Door(stack.enter_context(LocalCluster({**config})).url, bodies_of(agent, {})),
-        }
+        doors: dict[str, Door] = {}
+        for name, cluster, more in ((DYNAMO, peer, replay), (OURS, LocalCluster({**config}), {})):
+            before = {one.pid for one in psutil.Process().children(recursive=True)}
+            url = stack.enter_context(cluster).url
+            own = [
+                one for one in psutil.Process().children(recursive=True) if one.pid not in before
+            ]
+            doors[name] = Door(url, bodies_of(agent, more), own)
         for door in doors.values():
             asyncio.run(door.check(agent.function))
             asyncio.run(door.load(WARM_UP_S))
@@ -105,6 +112,9 @@ def figures(found: Mapping[str, Sequence[Measured]], what: str) -> Iterator[Figu
         ours, theirs = (statistics.median(map(of, found[name])) for name in (OURS, DYNAMO))
         return ours, theirs
 
+    used_ms = median(lambda one: one.cpu_s / one.answers * 1000)
+    said = f"CPU of all processes a request, {what}"
+    yield Figure("agents", said, *used_ms, "ms", DYNAMO, higher_is_better=False)
     rates = median(lambda one: one.answers / one.took_s)
     yield Figure("agents", f"requests/s, {what}", *rates, "1/s", DYNAMO, AIM)
     for percent, aim in ((50, ""), (99, "below it")):
@@ -147,6 +157,8 @@ class Door:
 
     url: str
     bodies: Callable[[], Iterator[bytes]]
+    processes: Sequence[psutil.Process]
+    """Of the deployment."""
 
     async def load(self, duration_s: float) -> Measured:
         """Sessions one after another on each connection, for ``duration_s``.
@@ -154,11 +166,12 @@ class Door:
         Raises RuntimeError for what is no call.
         """
         found = Measured()
-        began_s = time.perf_counter()
+        began_s, used_s = time.perf_counter(), cpu_s(self.processes)
         async with asyncio.TaskGroup() as group:
             for _ in range(CONNECTIONS):
                 group.create_task(self._converse(found, began_s + duration_s))
         found.took_s = time.perf_counter() - began_s
+        found.cpu_s = cpu_s(self.processes) - used_s
         return found
 
     async def _converse(self, found: Measured, end_s: float) -> None:

@@ -49,6 +49,7 @@ PYTHON = {
     "llm": {"llm": "0.36"},
     "guidellm": {"guidellm": "0.8.1", "torch": "2.13.0"},
     "aiperf": {"aiperf": "0.13.0"},
+    "open_webui": {"open-webui": "0.12.4", "torch": "2.13.0"},
     "embeddings": {
         "openai": "3.57.0",
         "langchain-openai": "1.7.4",
