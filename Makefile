@@ -114,7 +114,7 @@ peers: $(VENV)/.base
 test-parsers: $(VENV)/.test
 	$(BIN)/pytest tests/judges/parsers tests/property/parsers
 
-# Both install the programs in build/clients, some 6 GB in all, and write docs/reference/clients.md where all passed.
+# Both install the programs in build/clients, some 9 GB in all, and write docs/reference/clients.md where all passed.
 test-agents: $(VENV)/.test
 	$(BIN)/pytest tests/judges/clients/test_agents.py
 	$(BIN)/python scripts/clients_page.py

@@ -85,13 +85,16 @@ def beside_dynamo(agent: Agent, config: Mapping[str, Any]) -> Iterator[Figure]:
         )
         replay = {"nvext": {"annotations": [f"output_replay_id:{_ANSWER}"]}}
         doors: dict[str, Door] = {}
-        for name, cluster, more in ((DYNAMO, peer, replay), (OURS, LocalCluster({**config}), {})):
+        clusters: dict[str, DynamoCluster | LocalCluster] = {DYNAMO: peer}
+        clusters[OURS] = LocalCluster({**config})
+        for name, cluster in clusters.items():
             before = {one.pid for one in psutil.Process().children(recursive=True)}
-            url = stack.enter_context(cluster).url
+            stack.enter_context(cluster)
+            more = replay if name == DYNAMO else {}
             own = [
                 one for one in psutil.Process().children(recursive=True) if one.pid not in before
             ]
-            doors[name] = Door(url, bodies_of(agent, more), own)
+            doors[name] = Door(cluster.url, bodies_of(agent, more), own)
         for door in doors.values():
             asyncio.run(door.check(agent.function))
             asyncio.run(door.load(WARM_UP_S))

@@ -1,7 +1,7 @@
 """Installs the programs that judge the protocols, in build/clients: agents and clients.
 
 Each has an environment of its own, as they exclude each other's requirements. Run again, it does
-nothing where the versions are those below. Needs npm; some 4 GB in all. With arguments it installs
+nothing where the versions are those below. Needs npm; some 9 GB in all. With arguments it installs
 only the environments that they name.
 """
 
