@@ -30,14 +30,13 @@ from tests.support.cluster_views import (
 from tests.support.hosts import Host, why_not
 from tests.support.steady_traffic import Outcome, SteadyTraffic, stream
 
-from commutator.engine.client import MAX_MISSES, PING_EVERY_S
+from commutator.engine.client import LOST_AFTER_S
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 
-PINGS_S = PING_EVERY_S * MAX_MISSES
 LEASE_S = 5.0
 """``runtime.lease_s``, by default."""
 REMOVED_S = LEASE_S + 1.0
@@ -103,8 +102,8 @@ def assert_migrated_in_time(outcomes: Sequence[Outcome], victim: Host, lost_s: f
     struck = [one for one in outcomes if one.runs_at(victim.name, lost_s)]
     assert struck
     print(f"streams in flight at {victim.name}: {len(struck)}")
-    assert longest_gap(struck) < PINGS_S + LOADED_S
-    later = [one for one in outcomes if one.began_s > lost_s + PINGS_S + LOADED_S]
+    assert longest_gap(struck) < LOST_AFTER_S + LOADED_S
+    later = [one for one in outcomes if one.began_s > lost_s + LOST_AFTER_S + LOADED_S]
     assert later
     assert not any(one.worker.startswith(f"{victim.name}-") for one in later)
     assert longest_gap(later) < LOADED_S
@@ -145,7 +144,7 @@ def test_the_host_of_workers_is_killed(cluster: Demo, traffic: SteadyTraffic, to
     h3.set_link(True)
     cluster.begin_commutator(h3)
     assert traffic.lost(outcomes) == []
-    assert last_at(outcomes, h3, killed_s) < PINGS_S + LOADED_S
+    assert last_at(outcomes, h3, killed_s) < LOST_AFTER_S + LOADED_S
     assert_migrated_in_time(outcomes, h3, killed_s)
 
 
@@ -186,13 +185,13 @@ def test_the_host_of_workers_is_paused(
     outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
     assert engines_of(h3) == engines, "no engine was started anew"
-    if pause_s < PINGS_S:
+    if pause_s < LOST_AFTER_S:
         assert known == [["h3-w-0", "h3-w-1"]] * 2, "nothing was removed"
         assert any(one.runs_at(h3.name, paused_s) for one in outcomes)
         return
     assert known == [[], []]
     meanwhile = [one for one in outcomes if one.began_s < resumed_s]
-    assert last_at(meanwhile, h3, paused_s) < PINGS_S + LOADED_S
+    assert last_at(meanwhile, h3, paused_s) < LOST_AFTER_S + LOADED_S
     assert_migrated_in_time(meanwhile, h3, paused_s)
 
 
@@ -241,7 +240,7 @@ def test_a_front_door_is_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic
     h3.set_link(True)
     cluster.begin_commutator(h3)
     assert traffic.lost(outcomes) == []
-    assert last_at(outcomes, h3, killed_s) < PINGS_S + LOADED_S
+    assert last_at(outcomes, h3, killed_s) < LOST_AFTER_S + LOADED_S
     assert_migrated_in_time(outcomes, h3, killed_s)
 
 
@@ -261,9 +260,9 @@ def test_workers_are_cut_off_from_one_of_two_front_doors(
     meanwhile = [one for one in outcomes if one.began_s < healed_s]
     mine = [one for one in meanwhile if one.door == h1.address]
     others = [one for one in meanwhile if one.door == h2.address]
-    assert last_at(mine, h3, cut_s) < PINGS_S + LOADED_S
+    assert last_at(mine, h3, cut_s) < LOST_AFTER_S + LOADED_S
     assert_migrated_in_time(mine, h3, cut_s)
-    assert last_at(others, h3, cut_s) > PINGS_S + LOADED_S
+    assert last_at(others, h3, cut_s) > LOST_AFTER_S + LOADED_S
     assert longest_gap(others) < LOADED_S
 
 

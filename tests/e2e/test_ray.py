@@ -18,7 +18,7 @@ from tests.support.ray_deployment import AGENT, Deployment, pids_of
 from tests.support.ray_hosts import RayHosts
 from tests.support.steady_traffic import SteadyTraffic, stream
 
-from commutator.engine.client import MAX_MISSES, PING_EVERY_S
+from commutator.engine.client import LOST_AFTER_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "tests/support/ray_contract.py"
@@ -31,7 +31,6 @@ pytestmark = [
 ]
 CUT_OFF_S = 8.0
 PER_S = 3.0
-PINGS_S = PING_EVERY_S * MAX_MISSES
 LOADED_S = 2.0
 """What a loaded machine takes to compute a prompt again, and to notice what the test looks for."""
 
@@ -80,7 +79,7 @@ def nothing_lost(
     assert in_flight
     gap_s = max(one.longest_gap_s for one in in_flight)
     print(f"{len(in_flight)} streams went on elsewhere, the longest gap in one was {gap_s:.1f} s")
-    assert gap_s < PINGS_S + LOADED_S
+    assert gap_s < LOST_AFTER_S + LOADED_S
 
 
 def away_from_the_head(deployment: Deployment) -> tuple[str, Host]:
@@ -203,7 +202,7 @@ def test_6_workers_serve_on_without_the_head_of_ray(
         outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
     assert max(one.longest_gap_s for one in outcomes) < LOADED_S
-    later = [one for one in outcomes if one.began_s > killed_s + PINGS_S + LOADED_S]
+    later = [one for one in outcomes if one.began_s > killed_s + LOST_AFTER_S + LOADED_S]
     assert {one.worker for one in later} >= on_others
     deployment.ray.start_again()
     began_s = deployment.until(

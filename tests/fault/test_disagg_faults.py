@@ -11,7 +11,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -102,7 +102,8 @@ class World:
     def resume(self) -> None:
         """Let the paused worker go on."""
         if self._paused is not None:
-            os.kill(self._paused, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # its agent has ended it
+                os.kill(self._paused, signal.SIGCONT)
 
     async def until(self, worker_id: str, what: Callable[[TransferStatistics], bool]) -> None:
         """Wait until the worker's own counters of hand-overs fit."""

@@ -39,11 +39,10 @@ from tests.support.processes import command_of, waited_s
 from tests.support.steady_traffic import Outcome, SteadyTraffic
 from tests.support.vitals import FRONT_DOOR, role_of, say
 
-from commutator.engine.client import MAX_MISSES, PING_EVERY_S
+from commutator.engine.client import LOST_AFTER_S
 
 __all__ = ["Chaos", "Class", "Healing", "Struck"]
 
-PINGS_S = PING_EVERY_S * MAX_MISSES
 LEASE_S = 5.0
 """``runtime.lease_s``, by default."""
 CONVERGED_S = 2.0
@@ -305,7 +304,7 @@ class Chaos:
         cut_off = any(
             at.fault.kind is Kind.CUT_FROM_ALL
             and at.fault.place == self._name(one.door)
-            and at.began_s <= one.began_s <= at.over_s + PINGS_S
+            and at.began_s <= one.began_s <= at.over_s + LOST_AFTER_S
             for at in self.struck
         )
         return Class.CUT_OFF if cut_off else Class.REFUSED
@@ -316,7 +315,7 @@ class Chaos:
         return any(
             struck.fault.place == name
             and struck.began_s <= one.ended_s
-            and one.began_s <= struck.over_s + PINGS_S
+            and one.began_s <= struck.over_s + LOST_AFTER_S
             for struck in self.struck
         )
 
@@ -325,7 +324,7 @@ class Chaos:
         door = self._name(one.door)
         for struck in self.struck:
             fault = struck.fault
-            after_s = PINGS_S + LOADED_S
+            after_s = LOST_AFTER_S + LOADED_S
             if fault.kind is Kind.CUT_FROM_ETCD:
                 after_s = LEASE_S + 1.0 + LOADED_S
             elif not (

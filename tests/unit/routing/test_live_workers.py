@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,11 @@ class Client:
         if reachable:
             self.reached.set()
         self.fails = False
+        self.answers = True
+        self.changed: Callable[[], None] = lambda: None
+
+    def watch_answers(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
 
     async def start(self) -> EngineInfo:
         await self.reached.wait()
@@ -64,6 +70,31 @@ async def test_a_worker_that_is_drained_without_another_gets_nothing() -> None:
     workers = LiveWorkers()
     await workers.put(record("old", draining=True), cast(Any, Client()))
     assert routable(workers) == []
+    await workers.close()
+
+
+async def test_a_worker_that_owes_an_answer_gets_nothing_while_others_answer() -> None:
+    routed = 0
+
+    def note() -> None:
+        nonlocal routed
+        routed += 1
+
+    workers = LiveWorkers(note)
+    one, other = Client(), Client()
+    await workers.put(record("a"), cast(Any, one))
+    await workers.put(record("b"), cast(Any, other))
+    assert routable(workers) == ["a", "b"]
+    one.answers = False
+    one.changed()
+    assert routable(workers) == ["b"]
+    other.answers = False
+    other.changed()
+    assert routable(workers) == ["a", "b"]
+    before, one.answers = routed, True
+    one.changed()
+    assert routable(workers) == ["a"]
+    assert routed == before + 1, "those that wait for a worker look again"
     await workers.close()
 
 

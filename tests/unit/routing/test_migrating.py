@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -54,10 +54,14 @@ class Worker(EngineClient):
     open: int = 0
     silent: bool = False
     """It leaves pings unanswered."""
+    changed: Callable[[], None] = lambda: None
 
     @property
     def answers(self) -> bool:
         return not self.silent
+
+    def watch_answers(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
 
     async def start(self) -> EngineInfo:
         return self.info
@@ -251,6 +255,7 @@ async def test_a_worker_that_leaves_pings_unanswered_may_be_lost_as_well() -> No
     await asyncio.sleep(4.0)
     assert other.asked == []
     other.silent = False
+    other.changed()
     assert tokens(await running) == list(range(10))
     assert world.reasons == ["connection_lost"]
     await world.dispatcher.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -316,9 +316,16 @@ class EngineClient(ABC):
     def answers(self) -> bool:
         """False while the worker leaves pings unanswered, and may be about to be taken for lost.
 
-        A request that has just lost one worker is not sent there. By default True.
+        A request is sent there only where no other worker answers. By default True.
         """
         return True
+
+    def watch_answers(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, in the event loop, whenever ``answers`` changes.
+
+        Called once, before ``start``. By default nothing: ``answers`` never changes.
+        """
+        del changed
 
     @property
     def admin_address(self) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
@@ -82,6 +83,15 @@ class LaunchedProcess(ABC):
         Returns when the process and its children have ended. Called once for every process, also
         for one that has ended already, because its children may still run.
         """
+
+    async def end_when_it_hangs(self, ask: Callable[[], Awaitable[object]] | None = None) -> str:
+        """Wait until the process hangs, end it by force, and return what it did.
+
+        It hangs when it is stopped, or answers ``ask`` with nothing and does nothing either: one
+        that computes, or waits for a CPU, does not hang. A launcher that cannot see that waits
+        for ever, as this one does. Cancelled when somebody else finds that it has ended.
+        """
+        return await asyncio.get_running_loop().create_future()
 
 
 class Launcher(ABC):

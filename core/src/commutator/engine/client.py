@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -49,16 +49,24 @@ from commutator.trust import (
     connect,
     host_and_port,
     is_loopback,
+    unacknowledged_s,
 )
 
 log = logging.getLogger(__name__)
 
-PING_EVERY_S = 1.0
-"""Between pings of a worker of another host."""
-MAX_MISSES = 3
-"""Pings in a row without any answer, after which a worker is taken for lost."""
-_DOUBTFUL_MISSES = 2
-"""The last one may have been sent just now."""
+PING_EVERY_S = 0.5
+"""Between pings of a worker that owes an answer to a request, and sends nothing."""
+_IDLE_TURNS = 2
+"""As many times as long for one without requests."""
+_DOUBTFUL_PINGS = 2
+"""Without an answer; the last one may have been sent just now."""
+_LOST_PINGS = 6
+_VANISHED_TURNS = 3
+VANISHED_AFTER_S = (1 + _VANISHED_TURNS) * PING_EVERY_S
+"""At most, until a worker whose host acknowledges nothing is taken for lost."""
+LOST_AFTER_S = (1 + _LOST_PINGS) * PING_EVERY_S
+"""At most, until a worker of another host that answers nothing is, as all of that host may stand. A
+worker on a busy machine answers late, and one that hangs is ended by its agent before."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -77,17 +85,17 @@ class TokenApiClient(EngineClient):
         *,
         answer_timeout_s: float = 5.0,
         secret: RunSecret | None = None,
-        ping_every_s: float | None = None,
+        ping_every_s: float = PING_EVERY_S,
     ) -> None:
-        """Without ``ping_every_s``, workers of other hosts are pinged each second, others never.
+        """A worker that owes answers to pings gets no new request while others answer theirs.
 
-        One that sends nothing for ``MAX_MISSES`` pings is taken for lost, and its streams fail: no
-        packet tells that a host has vanished, or that it is paused.
+        After ``VANISHED_AFTER_S`` or ``LOST_AFTER_S`` it is taken for lost, and its streams fail:
+        no packet tells that a host has vanished. That a process hangs, its agent notices.
         """
         self.address = address
-        if ping_every_s is None and not is_loopback(host_and_port(address)[0]):
-            ping_every_s = PING_EVERY_S
-        self.ping_every_s = ping_every_s
+        self._ping_every_s = ping_every_s
+        self._lost_pings = None if is_loopback(host_and_port(address)[0]) else _LOST_PINGS
+        self._on_answers: Callable[[], None] = lambda: None
         self._secret = secret
         self._answer_timeout_s = answer_timeout_s
         self._instance: str | None = None
@@ -125,15 +133,14 @@ class TokenApiClient(EngineClient):
 
     async def _connect(self) -> _Session:
         gate = ClientGate(SERVICE, self._secret, expects=Right.SERVE_WORKER, host=self._host)
-        session = _Session(self.address, gate)
+        session = _Session(self.address, gate, self._on_answers, self._lost_pings)
         host, port = host_and_port(self.address)
         try:
             async with asyncio.timeout(self._answer_timeout_s):
                 await connect(lambda: session.frames, host, port)
                 session.frames.send(["hello", PROTOCOLS.oldest, self._instance])
                 await session.info
-                if self.ping_every_s is not None:
-                    session.ping(self.ping_every_s)
+                session.ping(self._ping_every_s)
         except BaseException as error:
             session.info.cancel()
             session.frames.close()
@@ -162,7 +169,10 @@ class TokenApiClient(EngineClient):
 
     @property
     def answers(self) -> bool:
-        return self._session is None or self._session.unanswered_pings < _DOUBTFUL_MISSES
+        return self._session is None or not self._session.in_doubt
+
+    def watch_answers(self, changed: Callable[[], None]) -> None:
+        self._on_answers = changed
 
     @property
     def admin_address(self) -> str | None:
@@ -231,8 +241,17 @@ class TokenApiClient(EngineClient):
 class _Session:
     """One connection to a worker. Its streams and questions end with it, and with no other."""
 
-    def __init__(self, address: str, gate: ClientGate) -> None:
+    def __init__(
+        self,
+        address: str,
+        gate: ClientGate,
+        on_answers: Callable[[], None],
+        lost_pings: int | None = None,
+    ) -> None:
+        """``lost_pings``: so many unanswered ones mean that it is lost; None: none do."""
         self._address = address
+        self._lost_pings = lost_pings
+        self._on_answers = on_answers
         self._streams: dict[int, DeltaStream] = {}
         self._questions = Questions()
         self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
@@ -241,23 +260,42 @@ class _Session:
         """Of the version that both ends speak, once the worker has said which it does."""
         self.lost = False
         self.silent = False
-        """Whether it was lost because the worker answered no pings."""
+        """Whether it was lost because nothing came from the worker."""
         self.unanswered_pings = 0
         """Those since the worker last sent anything."""
+        self.in_doubt = False
+        """Whether it owes an answer to a ping that was not sent just now."""
+        self._heard = False
+        """Whether it sent anything since the last turn of ``ping``."""
+        self._turns = 0
+        self._vanished_turns = 0
+        """In a row, at which the worker's system had acknowledged nothing since the last one."""
         self._next_ping: asyncio.TimerHandle | None = None
 
     def ping(self, every_s: float) -> None:
-        """Ping the worker from now on; end the connection when it does not answer."""
-        if self.lost:
+        """Ping the worker from now on while it is silent; end the connection with a lost host."""
+        if self.lost or self.frames.transport is None:
             return
-        if self.unanswered_pings >= MAX_MISSES:
+        vanished = unacknowledged_s(self.frames.transport) >= every_s
+        self._vanished_turns = self._vanished_turns + 1 if vanished else 0
+        if self._vanished_turns >= _VANISHED_TURNS or self.unanswered_pings == self._lost_pings:
             self.silent = True
-            self.frames.abort(f"it answered none of {MAX_MISSES} pings")
+            self.frames.abort("its host acknowledges nothing" if vanished else "answers no pings")
             return
-        # Late timers count pings, not time: who was paused itself blames no worker for it.
-        self.unanswered_pings += 1
-        self.frames.send(["ping"])
+        heard, self._heard = self._heard, False
+        self._turns += 1
+        waits = self._streams or self.unanswered_pings or self._turns % _IDLE_TURNS == 0
+        if not heard and waits:
+            # Late timers count pings, not time: who was paused itself blames no worker for it.
+            self.unanswered_pings += 1
+            self._note_doubt(self.unanswered_pings >= _DOUBTFUL_PINGS)
+            self.frames.send(["ping"])
         self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
+
+    def _note_doubt(self, in_doubt: bool) -> None:
+        if in_doubt is not self.in_doubt:
+            self.in_doubt = in_doubt
+            self._on_answers()
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         key = next(self._questions.numbers)
@@ -293,7 +331,10 @@ class _Session:
             self._next_ping.cancel()
 
     def _on_frame(self, frame: list[Any]) -> None:
+        self._heard = True
         self.unanswered_pings = 0
+        if self.in_doubt:
+            self._note_doubt(False)
         try:
             self._take(frame)
         # To check the type of every delta before it is used would cost time for each token.

@@ -7,12 +7,13 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from commutator.contract.launcher import LaunchedProcess, Launcher, LauncherContext, LaunchPlan
 from commutator.launcher import guard
 from commutator.launcher.guardian import MARK, Guardian
 from commutator.launcher.ports import PortPicker
+from commutator.launcher.pulse import until_it_hangs
 
 __all__ = ["LocalLauncher", "LocalProcess"]
 
@@ -130,6 +131,11 @@ class LocalProcess(LaunchedProcess):
                 self._transport.close()
             finally:
                 self._on_stopped(self)
+
+    async def end_when_it_hangs(self, ask: Callable[[], Awaitable[object]] | None = None) -> str:
+        problem = await until_it_hangs(self.pid, ask)
+        self.kill()
+        return problem
 
     def interrupt(self) -> None:
         """SIGINT to the group, as Ctrl-C."""

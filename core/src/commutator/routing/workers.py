@@ -98,7 +98,7 @@ class LiveWorkers:
             # The old worker was drained because the registry has the new one as ready. It serves
             # until this front door is connected to the new one.
             found = [worker for worker in workers if worker.connected]
-        return tuple(found)
+        return tuple([worker for worker in found if worker.client.answers] or found)
 
     def max_model_len(self, model: str) -> int | None:
         """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
@@ -115,6 +115,10 @@ class LiveWorkers:
             known = self._generate[model] = all(Operation.GENERATE in i.operations for i in infos)
         return known
 
+    def _routable_changed(self) -> None:
+        self._changed()
+        self._on_routable()
+
     def _changed(self) -> None:
         self._routable.clear()
         self._max_model_len.clear()
@@ -129,6 +133,7 @@ class LiveWorkers:
         self._changed()
         if old is not None:
             await _dismiss(old, "replaced")
+        client.watch_answers(self._routable_changed)
         await self._connect(worker)
         if not worker.connected:
             self.lost(worker)
@@ -137,8 +142,7 @@ class LiveWorkers:
     def change(self, worker: LiveWorker, *, draining: bool, role: Role) -> None:
         """Apply a change in the registry to a known worker."""
         worker.record = evolve(worker.record, draining=draining, role=role)
-        self._changed()
-        self._on_routable()
+        self._routable_changed()
 
     async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
         """Route nothing to a worker any more, and end its requests.
@@ -187,8 +191,7 @@ class LiveWorkers:
             worker.failures = 0
         worker.record = evolve(worker.record, info=info)
         worker.connected = worker.ever_connected = True
-        self._changed()
-        self._on_routable()
+        self._routable_changed()
 
     async def _reconnect(self, worker: LiveWorker) -> None:
         attempt = 0

@@ -85,7 +85,8 @@ class FrontendAgent:
             alive_s = time.monotonic()
             await while_alive(process, self._poll("/ready"))
             self.ready.set()
-            await while_alive(process, self._watch())
+            hangs = process.end_when_it_hangs(lambda: self._ask("/live"))
+            await while_alive(process, self._watch(), hangs)
             reason, grace_s = self._given_up("gave no answer for too long")
         except ProcessEndedError as error:
             reason = str(error)

@@ -50,19 +50,24 @@ async def keep_running(
 
 
 async def while_alive(
-    process: LaunchedProcess | None, work: Coroutine[Any, Any, ResultT]
+    process: LaunchedProcess | None,
+    work: Coroutine[Any, Any, ResultT],
+    hangs: Coroutine[Any, Any, str] | None = None,
 ) -> ResultT:
-    """The result of ``work``. Raises ProcessEndedError as soon as ``process``, if any, ends."""
+    """The result of ``work``. Raises ProcessEndedError as soon as ``process``, if any, ends.
+
+    ``hangs``: ``LaunchedProcess.end_when_it_hangs``, where it is to be noticed.
+    """
     working = asyncio.ensure_future(work)
     if process is None:
         return await working
-    exited = asyncio.ensure_future(process.wait())
+    ends = [asyncio.ensure_future(one) for one in (hangs, process.wait()) if one is not None]
     try:
-        await asyncio.wait({working, exited}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ProcessEndedError(exited.result())
+        raise ProcessEndedError(next(end.result() for end in ends if end.done()))
     finally:
-        for task in (working, exited):
+        for task in (working, *ends):
             task.cancel()
-        await asyncio.gather(working, exited, return_exceptions=True)
+        await asyncio.gather(working, *ends, return_exceptions=True)

@@ -153,7 +153,10 @@ class WorkerAgent:
             self.ready.set()
             ready_s = time.monotonic()
             log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
-            await while_alive(process, self._watch(client, record, process, events))
+            # Other engines answer late while they compute, and may compute in another process.
+            ask = client.load if type(client) is TokenApiClient else None
+            hangs = None if process is None else process.end_when_it_hangs(ask)
+            await while_alive(process, self._watch(client, record, process, events), hangs)
             outcome, reason = "failed", "gave no answer for too long"
         except Exception as caught:
             error = self._cause(caught)

@@ -22,7 +22,15 @@ from commutator.trust.secret import (
     run_folder,
     secret_of_this_process,
 )
-from commutator.trust.wire import Listener, connect, host_and_port, in_url, listen, serve
+from commutator.trust.wire import (
+    Listener,
+    connect,
+    host_and_port,
+    in_url,
+    listen,
+    serve,
+    unacknowledged_s,
+)
 
 __all__ = [
     "NETWORK",
@@ -53,6 +61,7 @@ __all__ = [
     "run_folder",
     "secret_of_this_process",
     "serve",
+    "unacknowledged_s",
     "use_network",
     "will_refuse",
 ]

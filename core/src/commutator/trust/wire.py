@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import struct
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,8 @@ _MAX_PENDING = 128
 _ACCEPT_PAUSE_S = 0.1
 _VANISHED_MS = 5000
 """A host that acknowledges nothing for this long is gone: it sent no RST."""
+_TCP_INFO = struct.Struct("=24xI28xI")
+"""Of ``tcp_info``: segments without an acknowledgement, ms since the last one came."""
 _PROBE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
@@ -207,3 +210,17 @@ def notice_loss(transport: asyncio.BaseTransport, host: str) -> None:
     for option, value in _PROBE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_MS)
+
+
+def unacknowledged_s(transport: asyncio.BaseTransport) -> float:
+    """Since when the peer's system has acknowledged nothing, while anything waits for it; else 0.
+
+    A system acknowledges what a stopped or busy process does not read: it has vanished, or is cut
+    off. The clock is this system's: who was paused itself finds what came meanwhile.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return 0.0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    segments, last_ms = _TCP_INFO.unpack(info)
+    return last_ms / 1000 if segments else 0.0
