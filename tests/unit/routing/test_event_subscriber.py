@@ -50,6 +50,24 @@ async def test_events_before_and_after_the_subscription(subscriber: KvIndexer) -
         await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.parametrize("turns", range(1, 6))
+async def test_a_removal_that_a_newer_change_cancels_unsubscribes_all_the_same(
+    subscriber: KvIndexer, engine: FakeEngine, turns: int
+) -> None:
+    """Otherwise the old subscription asks for missed events for ever, and nobody answers."""
+    await subscriber.add(record("w0", info(engine.source)))
+    (old,) = subscriber._workers["w0"].subscribers
+    removing = asyncio.create_task(subscriber.remove("w0"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    removing.cancel()
+    await asyncio.gather(removing, return_exceptions=True)
+    await until(lambda: not old._tasks)
+    await subscriber.add(record("w0", info(engine.source)))
+    await engine.publish(stored(0, 2))
+    await known(subscriber, 2)
+
+
 async def test_a_gap_is_noticed(subscriber: KvIndexer, engine: FakeEngine) -> None:
     await subscriber.add(record("w0", info(engine.source)))
     await until(lambda: bool(engine.requests))

@@ -204,7 +204,7 @@ class LiveWorkers:
 
 async def _dismiss(worker: LiveWorker, reason: str) -> None:
     _end_routing(worker, reason)
-    await worker.client.close()
+    await asyncio.shield(worker.client.close())  # also when a newer change cancels this one
 
 
 def _end_routing(worker: LiveWorker, reason: str) -> None:

@@ -184,7 +184,9 @@ class KvIndexer:
         self.exact -= {worker_id}
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            await asyncio.gather(*(each.close() for each in worker.subscribers))
+            # To its end, also when a newer change of the worker cancels this one.
+            closing = asyncio.gather(*(each.close() for each in worker.subscribers))
+            await asyncio.shield(closing)
         for _ in self.index.detach(worker_id):
             await asyncio.sleep(0)  # requests come first
         self._guessed.forget(worker_id)
