@@ -91,7 +91,8 @@ class LaunchedProcess(ABC):
         that computes, or waits for a CPU, does not hang. A launcher that cannot see that waits
         for ever, as this one does. Cancelled when somebody else finds that it has ended.
         """
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
 
 class Launcher(ABC):
