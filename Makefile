@@ -8,6 +8,8 @@
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
 # make test-groups    models with windows, states and latent rows: altered blocks, mutations, kills
 # make test-trained   tiny models, trained here, that call, think and talk, by three APIs
+# make test-kills     workers killed inside thoughts, calls and schemas, also apart and over a restart
+# make test-strict    OpenAI's and Anthropic's clients, of today and before, check four engines' answers
 # make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
 # make test-clients   clients of PyPI and npm, untouched, likewise: the table docs/reference/clients.md
 # make fuzz     10,000 senseless cases for every socket
@@ -40,7 +42,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -93,7 +95,7 @@ sglang: $(VENV)/.serve
 	$(BIN)/python scripts/install_sglang.py
 
 test-sglang: $(VENV)/.test sglang
-	$(BIN)/pytest -m "sglang and not vllm"
+	$(BIN)/pytest -m "sglang and not vllm and not clients"
 
 test-mixed: $(VENV)/.test vllm sglang
 	$(BIN)/pytest -m "vllm and sglang"
@@ -135,6 +137,14 @@ test-groups: $(VENV)/.test
 # Trains tiny models, half a minute of one core each, and keeps them in build/trained.
 test-trained: $(VENV)/.test
 	$(BIN)/pytest tests/judges/trained
+
+# 60 moments each with scripted answers, prefill and decode apart, and one worker that reads its disk.
+test-kills: $(VENV)/.test
+	$(BIN)/pytest -s tests/e2e/test_killed_answers.py
+
+# Installs the clients of before in build/clients.
+test-strict: $(VENV)/.test vllm sglang
+	$(BIN)/pytest -s tests/judges/strict/test_strict_clients.py
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

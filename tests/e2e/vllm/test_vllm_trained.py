@@ -33,6 +33,7 @@ PARSERS: Mapping[str, tuple[str, str | None]] = {
     "mistral": ("mistral", None),
     "minimax_m2": ("minimax_m2", "minimax_m2"),
     "gemma4": ("gemma4", "gemma4"),
+    "kimi_k2": ("kimi_k2", "kimi_k2"),
 }
 """vLLM's own, of tools and reasoning."""
 _HELD = (
@@ -47,6 +48,10 @@ _PASSED_ON = (
 _NO_LINES = (
     "vLLM, asked by either, holds the answer to the schema right behind the thoughts, where the "
     "model writes two line ends"
+)
+_APPENDS = (
+    "the family's template appends to a list where results of tools follow, which vLLM's server "
+    "takes for unsafe and refuses"
 )
 _SPACE = "vLLM's server keeps line breaks beside the markers of thoughts and calls"
 DIFFERENT: Mapping[tuple[str, str, str], str] = {
@@ -75,6 +80,12 @@ DIFFERENT: Mapping[tuple[str, str, str], str] = {
     ("minimax_m2", "forced-tool-choice", "no answer of ours"): _PASSED_ON,
     ("minimax_m2", "forced-tool-choice", "no answer"): _PASSED_ON,
     ("minimax_m2", "schema", "not the script"): _NO_LINES,
+    ("kimi_k2", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("kimi_k2", "schema", "reasoning"): _HELD,
+    ("kimi_k2", "schema", "content"): _HELD,
+    ("kimi_k2", "tool-result-followup", "no answer"): _APPENDS,
+    ("kimi_k2", "result", "no answer"): _APPENDS,
+    ("kimi_k2", "two results", "no answer"): _APPENDS,
 }
 """Family, turn ("*": any) and what differs, whole or streamed: why."""
 

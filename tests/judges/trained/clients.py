@@ -8,11 +8,20 @@ from typing import Any
 
 import anthropic
 import openai
-from attrs import frozen
+from attrs import evolve, frozen
 from tests.support.trained_models import THINK
 from tests.support.trained_scripts import Said, Turn
 
-__all__ = ["APIS", "Answer", "ask_chat", "ask_messages", "ask_responses"]
+__all__ = [
+    "APIS",
+    "Answer",
+    "ask_chat",
+    "ask_messages",
+    "ask_responses",
+    "messages_fields",
+    "responses_fields",
+    "with_ids",
+]
 
 _MOST_TOKENS = 400
 
@@ -91,8 +100,8 @@ def _of_chat(message: Mapping[str, Any], ended: str, usage: Any) -> Answer:
     )
 
 
-def ask_messages(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer:
-    """By Anthropic's Messages."""
+def messages_fields(model: str, turn: Turn) -> dict[str, Any]:
+    """The turn as Anthropic's Messages have it."""
     fields: dict[str, Any] = {"model": model, "max_tokens": _MOST_TOKENS}
     fields |= {"messages": [*_blocks(turn.messages)], "extra_body": {"temperature": 0}}
     if turn.tools:
@@ -112,6 +121,12 @@ def ask_messages(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer:
         fields["output_config"] = {"format": described}
     if turn.thinks:
         fields["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    return fields
+
+
+def ask_messages(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer:
+    """By Anthropic's Messages."""
+    fields = messages_fields(model, turn)
     with anthropic.Anthropic(
         base_url=url, api_key="-", max_retries=0, _strict_response_validation=True
     ) as client:
@@ -169,8 +184,8 @@ def _blocks(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": results}
 
 
-def ask_responses(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer:
-    """By Responses."""
+def responses_fields(model: str, turn: Turn) -> dict[str, Any]:
+    """The turn as Responses have it."""
     fields: dict[str, Any] = {"model": model, "input": [*_items(turn.messages)], "store": False}
     fields |= {"temperature": 0, "max_output_tokens": _MOST_TOKENS}
     if turn.tools:
@@ -182,6 +197,12 @@ def ask_responses(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer
         fields["text"] = {"format": {"type": "json_schema", **described}}
     if turn.thinks:
         fields["reasoning"] = {"effort": "high"}
+    return fields
+
+
+def ask_responses(url: str, model: str, turn: Turn, *, streamed: bool) -> Answer:
+    """By Responses."""
+    fields = responses_fields(model, turn)
     with openai.OpenAI(
         base_url=f"{url}/v1", api_key="-", max_retries=0, _strict_response_validation=True
     ) as client:
@@ -227,3 +248,11 @@ APIS: Mapping[str, Callable[..., Answer]] = {
     "messages": ask_messages,
     "responses": ask_responses,
 }
+
+
+def with_ids(turn: Turn, ids: Mapping[str, str]) -> Turn:
+    """With other ids of calls: those of the script and what they are instead."""
+    text = json.dumps(turn.messages)
+    for one, other in ids.items():
+        text = text.replace(json.dumps(one), json.dumps(other))
+    return evolve(turn, messages=json.loads(text))

@@ -5,16 +5,14 @@ Each is asked by the clients of three APIs, whole and streamed, on a real engine
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from attrs import evolve
-from tests.judges.trained.clients import APIS
+from tests.judges.trained.clients import APIS, with_ids
 from tests.support.judges import installed_judges
 from tests.support.trained_models import trained_model
-from tests.support.trained_scripts import FAMILIES, Family, Turn, turns
+from tests.support.trained_scripts import FAMILIES, Family, turns
 
 from commutator_scaffold.local_cluster import LocalCluster
 
@@ -76,14 +74,6 @@ def test_a_conversation_goes_on_with_the_ids_that_it_was_given(
         written = [call["id"] for call in following[0].get("tool_calls", [])] if following else []
         ids |= zip(written, answer.ids, strict=False)
     assert len(ids) == len({*ids.values()}) > 1
-
-
-def with_ids(turn: Turn, ids: Mapping[str, str]) -> Turn:
-    """With other ids of calls: those of the script and what they are instead."""
-    text = json.dumps(turn.messages)
-    for one, other in ids.items():
-        text = text.replace(json.dumps(one), json.dumps(other))
-    return evolve(turn, messages=json.loads(text))
 
 
 def test_the_probe_is_green(family: Family, url: str) -> None:
