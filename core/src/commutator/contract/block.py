@@ -153,6 +153,8 @@ class RetentionHints:
     """The cache salt of the request; None: without a salt."""
     depth: int = 0
     """Number of blocks before it in its chain."""
+    behind: bool = False
+    """A window or state before the prompt's end, of use only to prompts that branch off there."""
 
     @property
     def is_plain(self) -> bool:

@@ -14,12 +14,19 @@ from typing import Protocol
 from attrs import define, evolve, field, frozen
 
 from commutator import BlockKey, GenerateRequest, TokenLogprob
-from commutator.contract.block import BlockDescriptor, CacheIdentity, next_key, retention_hints
+from commutator.contract.block import (
+    BlockDescriptor,
+    CacheIdentity,
+    RetentionHints,
+    next_key,
+    retention_hints,
+)
 from commutator_engine_kit.kv import (
     KvGroup,
     KvKind,
     announced_group,
     group_identities,
+    is_behind,
     usable_boundary,
     whole,
 )
@@ -164,13 +171,17 @@ class Sequence:
                     key=next_key(before or self.namespaces[group], token_ids),
                     parent=before if follows else None,
                     token_ids=token_ids if announced else (),
-                    facts=retention_hints(
-                        depth, block_size, self.prompt_length, request.cache_salt, request.retention
-                    ),
+                    facts=self._facts(depth, block_size, group),
                     adapter=request.adapter_digest,
                 )
             )
         return known[index]
+
+    def _facts(self, depth: int, block_size: int, group: int) -> RetentionHints:
+        request, length = self.request, self.prompt_length
+        facts = retention_hints(depth, block_size, length, request.cache_salt, request.retention)
+        behind = is_behind(self.groups[group], depth, length, block_size)
+        return evolve(facts, behind=True) if behind else facts
 
     def reusable(self, block_size: int, group: int = 0) -> list[BlockDescriptor]:
         """The full blocks that need not be computed if they are cached somewhere.

@@ -60,7 +60,7 @@ def handover(model: ModelKv) -> Verdict:
         return Verdict("no", "cross attention is computed where the picture is; use role: both")
     if other := _other_kinds(model):
         return Verdict("untried", f"{other} has been met in no test")
-    if model.is_plain:
+    if model.is_plain or model.model_type == "gemma3_text":  # which a test has handed over
         return _YES
     return Verdict("untried", "vLLM's NixlConnector decides as it starts")
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         alignment,
         announced_group,
         group_identities,
+        is_behind,
         usable_boundary,
         whole,
     )
@@ -80,6 +81,7 @@ __all__ = [
     "event_hash",
     "eviction_factory",
     "group_identities",
+    "is_behind",
     "usable_boundary",
     "whole",
 ]

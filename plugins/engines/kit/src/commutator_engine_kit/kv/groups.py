@@ -125,6 +125,17 @@ def alignment(groups: Sequence[KvGroup]) -> int:
     return math.lcm(*(group.block_size for group in groups))
 
 
+def is_behind(group: KvGroup, index: int, prompt_tokens: int, step_tokens: int) -> bool:
+    """Whether a prompt's block is of no use to what continues the prompt, or repeats it.
+
+    So are blocks behind the last window and states before the last one. ``step_tokens``: between
+    boundaries, as ``alignment`` says.
+    """
+    if group.keeps_prefix:
+        return False
+    return index < group.needed(max(0, prompt_tokens - 1) // step_tokens * step_tokens).start
+
+
 def usable_boundaries(
     groups: Sequence[KvGroup], there: Sequence[Sequence[bool]], limit_tokens: int
 ) -> Iterator[int]:

@@ -23,7 +23,7 @@ from commutator_engine_kit.kv.block_manager.actions import (
     StoreBlocks,
     announced,
 )
-from commutator_engine_kit.kv.groups import KvGroup, announced_group
+from commutator_engine_kit.kv.groups import KvGroup, alignment, announced_group, is_behind
 from commutator_engine_kit.kv.tier_stack import TierStack, settle, uncancellable
 from commutator_engine_kit.kv.tiers.block_io import Staging
 from commutator_engine_kit.kv.tiers.executor import Job, TierExecutor, TierThread
@@ -220,9 +220,10 @@ class Stores:
         where only their names are known, cause no KV events; nor do those of other groups than
         the first that needs the whole prefix, which is the one that routers follow.
         """
-        size = self._groups[group].block_size
+        size, step = self._groups[group].block_size, alignment(self._groups)
         if group != self._announced:
             token_ids = ()
+        prompt = 0 if prompt_blocks is None else prompt_blocks * self._groups[0].block_size
         return [
             BlockDescriptor(
                 key=keys[index],
@@ -233,6 +234,7 @@ class Stores:
                     is_prompt=prompt_blocks is None or index < prompt_blocks,
                     tenant=cache_salt,
                     depth=index,
+                    behind=is_behind(self._groups[group], index, prompt, step),
                 ),
             )
             for index in range(first, len(keys))

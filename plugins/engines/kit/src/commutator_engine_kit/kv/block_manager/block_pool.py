@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define, evolve, frozen
 
 from commutator.contract.block import (
     MAX_PRIORITY,
@@ -218,18 +218,39 @@ class _Retained:
     expires_s: float | None
 
 
-class Retention:
-    """The order of eviction: blocks with an expired TTL, then by priority, then by policy.
+Rank = tuple[int, bool]
+"""Priority, and whether the block is of use to what continues its prompt; the least goes first."""
+_LEAST: Rank = (-MAX_PRIORITY, True)
 
-    Pinned blocks are in no policy. A pin beyond ``most_pinned`` blocks is refused: the block has
-    only its priority.
+
+def rank_of(facts: RetentionHints) -> Rank:
+    """The rank of a block with these hints."""
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, facts.priority)), not facts.behind
+
+
+@frozen
+class _Behind:
+    parent: BlockKey | None
+    facts: RetentionHints
+
+
+class Retention:
+    """The order of eviction: blocks with an expired TTL, then by rank, then by policy.
+
+    A block's rank is its priority, and within that, blocks ``behind`` the end of their prompt come
+    first, until one is used: then a prompt has branched off there, and others may. Pinned blocks
+    are in no policy. A pin beyond ``most_pinned`` blocks is refused: the block has only its
+    priority.
     """
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy], most_pinned: int) -> None:
         self.pins_refused = 0
         self.pinned = 0
         self._make_policy = make_policy
-        self._policies = {0: make_policy()}
+        self._policies = {rank_of(PLAIN): make_policy()}
+        self._plain = self._policies[rank_of(PLAIN)]
+        self._behind: dict[BlockKey, _Behind] = {}
+        """Plain blocks behind the end of their prompt that were not used since."""
         self._retained: dict[BlockKey, _Retained] = {}
         self._expiries: list[tuple[float, BlockKey]] = []
         self.most_pinned = most_pinned
@@ -238,16 +259,22 @@ class Retention:
     def added(
         self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
-        if facts.is_plain:
-            self._policies[0].added(key, parent, facts, now_s)
-        else:
+        if not facts.is_plain:
             self._retain(key, parent, facts, now_s)
+            return
+        if facts.behind:
+            self._behind[key] = _Behind(parent, facts)
+        self._policy(facts).added(key, parent, facts, now_s)
 
     def touched(self, key: BlockKey, now_s: float) -> None:
         """The block was used: its TTL starts again."""
         retained = self._retained.get(key)
         if retained is None:
-            self._policies[0].touched(key, now_s)
+            if (behind := self._behind.pop(key, None)) is None:
+                self._plain.touched(key, now_s)
+            else:
+                self._policy(behind.facts).removed(key, evicted=False)
+                self._plain.added(key, behind.parent, evolve(behind.facts, behind=False), now_s)
             return
         if retained.facts.ttl_s is not None:
             retained.expires_s = now_s + retained.facts.ttl_s
@@ -265,30 +292,36 @@ class Retention:
         if supersedes(facts, PLAIN if retained is None else retained.facts) or expired:
             self.removed(key, evicted=False)
             self.added(key, parent, facts, now_s)
-        else:
+        elif key not in self._behind or not facts.behind:
             self.touched(key, now_s)
+
+    def is_behind(self, key: BlockKey) -> bool:
+        """Whether the block counts as behind the end of its prompt."""
+        return key in self._behind
 
     def removed(self, key: BlockKey, *, evicted: bool) -> None:
         retained = self._retained.pop(key, None)
         if retained is None:
-            self._policies[0].removed(key, evicted=evicted)
+            behind = self._behind.pop(key, None)
+            policy = self._plain if behind is None else self._policy(behind.facts)
+            policy.removed(key, evicted=evicted)
         elif retained.pinned:
             self.pinned -= 1
         else:
             self._policy(retained.facts).removed(key, evicted=evicted)
 
     def victims(
-        self, count: int, evictable: Evictable, now_s: float, up_to_priority: int
+        self, count: int, evictable: Evictable, now_s: float, up_to: Rank
     ) -> list[BlockKey]:
-        """Up to ``count`` blocks to evict for a block of priority ``up_to_priority``."""
+        """Up to ``count`` blocks to evict for a block of the rank ``up_to``."""
         found = self._expired(count, evictable, now_s)
         chosen = set(found)
-        for priority in sorted(self._policies):
-            if len(found) >= count or priority > max(up_to_priority, -MAX_PRIORITY):
+        for rank in sorted(self._policies):
+            if len(found) >= count or rank > max(up_to, _LEAST):
                 break
             wanted = count - len(found)
             free = (lambda key: key not in chosen and evictable(key)) if chosen else evictable
-            more = self._policies[priority].victims(wanted, free, now_s)
+            more = self._policies[rank].victims(wanted, free, now_s)
             found += more
             chosen.update(more)
         return found
@@ -322,10 +355,10 @@ class Retention:
                 self._forget_stale_expiries()
 
     def _policy(self, facts: RetentionHints) -> EvictionPolicy:
-        priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, facts.priority))
-        if priority not in self._policies:
-            self._policies[priority] = self._make_policy()
-        return self._policies[priority]
+        rank = rank_of(facts)
+        if rank not in self._policies:
+            self._policies[rank] = self._make_policy()
+        return self._policies[rank]
 
     def _expired(self, count: int, evictable: Evictable, now_s: float) -> list[BlockKey]:
         found: dict[BlockKey, None] = {}

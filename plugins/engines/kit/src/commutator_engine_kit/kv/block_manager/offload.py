@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby, islice
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from commutator.contract.block import BlockDescriptor, BlockKey, supersedes
+from commutator.contract.block import PLAIN, BlockDescriptor, BlockKey, supersedes
 from commutator.contract.tier import AdmissionConfig, StoredBlock
 from commutator_engine_kit.kv.block_manager.actions import (
     DEVICE,
@@ -23,6 +23,7 @@ from commutator_engine_kit.kv.block_manager.block_pool import (
     TierBlockPool,
     Waiting,
     count,
+    rank_of,
 )
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 
@@ -147,6 +148,8 @@ class OffloadScheduler:
         gone: list[BlockKey] = []
         for key in reversed(victims):  # the most valuable first, as in a chain
             offer = self.index.nodes[key].offer
+            if offer.facts.behind and not pool.retention.is_behind(key):
+                offer = evolve(offer, facts=evolve(offer.facts, behind=False))  # it was used
             if below is not None and self.enqueue(below, offer, pool.number, now_s, actions):
                 pool.pin(key)
                 pool.moving_down.add(key)
@@ -166,7 +169,7 @@ class OffloadScheduler:
             near = {offer.key for offer in offers} | {offer.parent for offer in offers}
             pins = pool.pins
             victims = pool.retention.victims(
-                short, lambda key: key not in pins and key not in near, now_s, 0
+                short, lambda key: key not in pins and key not in near, now_s, rank_of(PLAIN)
             )
             self.drop(pool, victims, now_s, actions)
         return actions
@@ -272,8 +275,9 @@ class OffloadScheduler:
         pins = pool.pins
         for importance, group in groupby(ordered, key=_by_importance):
             members = list(group)
+            rank = -importance[0], not importance[1]
             victims = pool.retention.victims(
-                len(members), lambda key: key not in pins and key not in spared, now_s, -importance
+                len(members), lambda key: key not in pins and key not in spared, now_s, rank
             )
             self.drop(pool, victims, now_s, actions)
             without = [waiting.offer.key for waiting in members[len(victims) :]]
@@ -343,8 +347,9 @@ def _not_admitted(rules: AdmissionConfig, offer: BlockDescriptor, uses: int) -> 
     return "too few hits" if rules.min_hits > 1 and uses < rules.min_hits else None
 
 
-def _by_importance(waiting: Waiting) -> int:
-    return -waiting.offer.facts.priority
+def _by_importance(waiting: Waiting) -> tuple[int, bool]:
+    """The most important first."""
+    return -waiting.offer.facts.priority, waiting.offer.facts.behind
 
 
 class _Holds:
