@@ -26,7 +26,6 @@ from commutator.contract.commands import CommandRegister
 from commutator.errors import PluginError
 from commutator.hookspecs import hookimpl
 from commutator_rollout.worker import requests_text
-from commutator_scaffold.plugins import plugins
 
 GOOD = """
 models: [{name: m, source: package:m}]
@@ -346,15 +345,14 @@ def test_commands_that_are_not_loaded_are_not_listed_as_if(
     ]
     monkeypatch.setattr(added, "entry_points", lambda group: points)
     monkeypatch.setattr(loading, "entry_points", lambda group: [])
-    said = CliRunner().invoke(plugins, ["--json"])
-    (told,) = (one for one in json.loads(said.stdout) if one["name"] == "some")
+    (told,) = (one for one in json.loads(run("plugins", "--json").stdout) if one["name"] == "some")
     assert told["commands"] == ["hello"]
     assert told["problem"].split("; command ") == [
         'command "serve": commutator itself has it; choose another name',
         '"greet twice": there is no group greet; register "greet" alone, with a click.Group',
         '"config twice": config takes no commands of others; choose another name',
     ]
-    listed = CliRunner().invoke(plugins, []).output
+    listed = run("plugins").output
     assert "    command hello\n" in listed
     assert "    command serve\n" not in listed
     assert '    not loaded: command "serve": commutator itself has it' in listed

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator init`, `new-plugin`, `demo`, `completion`, `key` and `plugins`."""
+    """`commutator init`, `new-plugin`, `demo` and `completion`."""
     for name, place, text in (
         ("init", "init:init", "Write a configuration to start from."),
         ("new-plugin", "new_plugin:new_plugin", "Create a package for a plugin of your own."),
         ("demo", "demo:demo", "Start a deployment, hold a conversation, show what happened."),
         ("completion", "completion:completion", "Let the shell complete commands and options."),
-        ("key", "key:key", "Create an API key for a principal."),
-        ("plugins", "plugins:plugins", "List the installed plugins."),
     ):
         register(name, text, partial(resolve_name, f"commutator_scaffold.{place}"))
