@@ -276,16 +276,16 @@ class _Session:
         """Ping the worker from now on while it is silent; end the connection with a lost host."""
         if self.lost or self.frames.transport is None:
             return
-        vanished = unacknowledged_s(self.frames.transport) >= every_s
+        heard, self._heard = self._heard, False
+        waits = bool(self._streams or self.unanswered_pings)
+        vanished = waits and not heard and unacknowledged_s(self.frames.transport) >= every_s
         self._vanished_turns = self._vanished_turns + 1 if vanished else 0
         if self._vanished_turns >= _VANISHED_TURNS or self.unanswered_pings == self._lost_pings:
             self.silent = True
             self.frames.abort("its host acknowledges nothing" if vanished else "answers no pings")
             return
-        heard, self._heard = self._heard, False
         self._turns += 1
-        waits = self._streams or self.unanswered_pings or self._turns % _IDLE_TURNS == 0
-        if not heard and waits:
+        if not heard and (waits or self._turns % _IDLE_TURNS == 0):
             # Late timers count pings, not time: who was paused itself blames no worker for it.
             self.unanswered_pings += 1
             self._note_doubt(self.unanswered_pings >= _DOUBTFUL_PINGS)
