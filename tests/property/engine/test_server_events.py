@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commutator.errors import EngineError
@@ -40,6 +40,7 @@ sent_events = st.lists(
 
 
 @given(sent_events, st.lists(st.integers(0, 200)))
+@example(sent=[b"data: 1", b"", b"data: [DONE]"], cuts=[10])
 def test_events_that_come_together_are_decoded_as_each_alone(
     sent: list[bytes], cuts: list[int]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 from hypothesis import given
@@ -31,6 +32,11 @@ class Client:
         self.script = script
         self.probed: list[str] = []
         self.closed_s: float | None = None
+
+    answers = True
+
+    def watch_answers(self, changed: Callable[[], None]) -> None:
+        """It always answers pings."""
 
     async def start(self) -> EngineInfo:
         return INFO

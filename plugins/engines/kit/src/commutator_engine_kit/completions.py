@@ -137,7 +137,7 @@ class JsonEvents(Generic[T]):
 
     def feed(self, data: bytes) -> Iterable[T | None]:
         """What ``data`` completes. Raises EngineError after what comes before a wrong event."""
-        received = self._rest + data if self._rest else data
+        received = (self._rest + data if self._rest else data).lstrip(b"\n")  # of empty events
         end = received.rfind(_EVENT_END)
         if end < 0:
             self._rest = received
@@ -163,6 +163,7 @@ class JsonEvents(Generic[T]):
 
     def _one_by_one(self, events: bytes) -> Iterator[T | None]:
         for event in events.split(_EVENT_END):
+            event = event.lstrip(b"\n")  # noqa: PLW2901
             if event.startswith(_DATA):
                 payload = event[len(_DATA) :].strip()
                 is_done = payload == _DONE
