@@ -205,6 +205,7 @@ def test_a_load_does_not_wait_for_ever_for_its_tiers_thread() -> None:
         assert time.monotonic() - started_s < 5
         wait_for(lambda: len(rig.free) == 64)
         gate.set()
+        wait_for(lambda: rig.tier("dram").up)
         assert rig.load(chain(1, 4)) == 4
         rig.settle()
 

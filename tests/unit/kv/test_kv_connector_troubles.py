@@ -62,6 +62,37 @@ def test_blocks_under_transfers_that_hang_come_back_when_those_end(
         rig.settle()
 
 
+def test_a_load_whose_thread_waits_in_the_kernel_is_given_up_and_the_tier_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a disk that answers nothing: no time limit of the thread itself can end that."""
+    done = Transfer.done
+    answers = threading.Event()
+    answers.set()
+
+    def stuck(self: Transfer) -> bool:
+        if self.request.path.backend == "POSIX":
+            answers.wait()
+        return done(self)
+
+    monkeypatch.setattr(Transfer, "done", stuck)
+    with KvRig(setups(nvme(tmp_path, load_timeout_s=0.2))) as rig:
+        rig.store(chain(1, 4))
+        rig.settle()
+        answers.clear()
+        try:
+            assert rig.load(chain(1, 4)) == 0
+            assert not rig.tier("nvme").up, "nobody else waits for it"
+            assert rig.load(chain(1, 4)) == 0
+            assert len(rig.free) == 64 - 4, "what the disk may still write to is not given back"
+        finally:
+            answers.set()
+        wait_for(lambda: rig.tier("nvme").up)
+        rig.settle()
+        assert len(rig.free) == 64
+        assert rig.load(chain(1, 4)) == 4
+
+
 def test_closing_waits_for_no_load_and_gives_no_block_twice(tmp_path: Path) -> None:
     (setup,) = setups(nvme(tmp_path, load_timeout_s=30))
     keys = chain(1, 8)

@@ -27,6 +27,9 @@ from commutator_engine_kit.kv.tier_stack import (
 from commutator_engine_kit.kv.tiers.executor import TierExecutor
 from commutator_engine_kit.kv.tiers.mover import IoContext
 
+_GRACE_S = 0.5
+"""What a tier's thread takes to give up a load, unless it waits in the kernel."""
+
 
 @define(eq=False)
 class _Part:
@@ -36,8 +39,10 @@ class _Part:
     positions: Sequence[int]
     """The blocks' positions in the onboard."""
     begun: bool = False
+    due_s: float = float("inf")
+    """When its tier's thread, which has begun it, gives up by itself, and a grace."""
     given_up: bool = False
-    """Its job does nothing; only before it began."""
+    """Before it began, its job does nothing; afterwards its result is not waited for."""
 
 
 @define(eq=False)
@@ -176,11 +181,28 @@ class Loads:
             self._cancel(ticket_id)
 
     def expire(self, now_s: float) -> None:
-        """Give up parts that waited too long for their tier's thread: computing is faster now."""
-        late = [one for one in self._onboards.values() if now_s > one.deadline_s]
-        for onboard in late:
-            onboard.deadline_s = float("inf")
-            self._give_up_waiting(onboard)
+        """Give up parts that waited too long for their tier's thread: computing is faster now.
+
+        Also those that have begun, where the thread does not come back to give up by itself, as it
+        waits in the kernel for a disk: their device blocks stay with it until it does. Such a tier
+        is paused meanwhile.
+        """
+        for onboard in list(self._onboards.values()):
+            for part in [part for part in onboard.parts if now_s > part.due_s]:
+                part.given_up = onboard.cancelled = True
+                self._pause_if_away(part.tier, now_s)
+                self._ended(onboard, part)
+            if now_s > onboard.deadline_s:
+                onboard.deadline_s = float("inf")
+                for part in onboard.parts:
+                    self._pause_if_away(part.tier, now_s)
+                self._give_up_waiting(onboard)
+
+    def _pause_if_away(self, tier: int, now_s: float) -> None:
+        thread = self._tiers.threads[tier]
+        since_s = thread.busy_since_s
+        if since_s is not None and now_s - since_s > self._timeout_s(tier):
+            thread.pause("its storage does not answer")
 
     def fail(self, error: TierError) -> None:
         """Fail the futures of all onboards: no thread is left to end them."""
@@ -235,6 +257,7 @@ class Loads:
             if part.given_up:
                 return
             part.begun = True
+            part.due_s = time.monotonic() + self._timeout_s(part.tier) + _GRACE_S
         keys = [onboard.blocks[position][0] for position in part.positions]
         results, started_s = [LoadResult.FAILED] * len(keys), time.monotonic()
 
@@ -256,9 +279,10 @@ class Loads:
                 )
         finally:
             with self._queue:
-                onboard.results.update(zip(keys, results, strict=True))
-                onboard.seconds[part.tier] = time.monotonic() - started_s
-                self._ended(onboard, part)
+                if not part.given_up:
+                    onboard.results.update(zip(keys, results, strict=True))
+                    onboard.seconds[part.tier] = time.monotonic() - started_s
+                    self._ended(onboard, part)
 
     def _give_up_waiting(self, onboard: _Onboard) -> None:
         for part in [part for part in onboard.parts if not part.begun]:

@@ -379,6 +379,8 @@ class TierThread:
         """Set after the first attempt to open the tier."""
         self.usable = False
         """Whether the tier is open and its breaker admits jobs."""
+        self.busy_since_s: float | None = None
+        """When it began the part of a job that runs; None between two of them."""
         self._thread = threading.Thread(
             target=self._run, name=f"tier-{worker.setup.name}", daemon=True
         )
@@ -394,6 +396,12 @@ class TierThread:
                 self._changed.notify()
                 return
         _fail(job)
+
+    def pause(self, reason: str) -> None:
+        """Call ``on_down``: the thread does not come back from a job. It resumes once it does."""
+        if self.usable:
+            self.usable = False
+            self._on_down(reason)
 
     def stop(self) -> None:
         """Begin to stop: finish the running part, fail the queued jobs, and close the tier."""
@@ -462,13 +470,16 @@ class TierThread:
                 self._changed.wait(_IDLE_S)
                 return
             urgency, order, job = heapq.heappop(self._jobs)
-        parts = job(self.worker if self.worker.is_open else None) if callable(job) else job
-        if parts is None:
-            return
+        self.busy_since_s = time.monotonic()
         try:
+            parts = job(self.worker if self.worker.is_open else None) if callable(job) else job
+            if parts is None:
+                return
             next(parts)
         except StopIteration:
             return
+        finally:
+            self.busy_since_s = None
         with self._changed:
             heapq.heappush(self._jobs, (urgency, order, parts))
 
