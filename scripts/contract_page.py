@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,6 +175,4 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text() == page() else "run `make docs`")
     write()

@@ -263,8 +263,6 @@ class _Session:
         """Whether it was lost because nothing came from the worker."""
         self.unanswered_pings = 0
         """Those since the worker last sent anything."""
-        self.in_doubt = False
-        """Whether it owes an answer to a ping that was not sent just now."""
         self._heard = False
         """Whether it sent anything since the last turn of ``ping``."""
         self._turns = 0
@@ -288,14 +286,15 @@ class _Session:
         if not heard and (waits or self._turns % _IDLE_TURNS == 0):
             # Late timers count pings, not time: who was paused itself blames no worker for it.
             self.unanswered_pings += 1
-            self._note_doubt(self.unanswered_pings >= _DOUBTFUL_PINGS)
+            if self.unanswered_pings == _DOUBTFUL_PINGS:
+                self._on_answers()
             self.frames.send(["ping"])
         self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
 
-    def _note_doubt(self, in_doubt: bool) -> None:
-        if in_doubt is not self.in_doubt:
-            self.in_doubt = in_doubt
-            self._on_answers()
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it owes an answer to a ping that was not sent just now."""
+        return self.unanswered_pings >= _DOUBTFUL_PINGS
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         key = next(self._questions.numbers)
@@ -332,9 +331,10 @@ class _Session:
 
     def _on_frame(self, frame: list[Any]) -> None:
         self._heard = True
-        self.unanswered_pings = 0
-        if self.in_doubt:
-            self._note_doubt(False)
+        if self.unanswered_pings:
+            doubted, self.unanswered_pings = self.in_doubt, 0
+            if doubted:
+                self._on_answers()
         try:
             self._take(frame)
         # To check the type of every delta before it is used would cost time for each token.

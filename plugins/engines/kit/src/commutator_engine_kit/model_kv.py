@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from commutator.contract.engine import ModelConfig
 from commutator.errors import ConfigError
@@ -31,6 +31,7 @@ __all__ = [
     "model_at",
     "model_lines",
     "read_model_kv",
+    "refused",
     "support_lines",
 ]
 
@@ -97,6 +98,10 @@ class ModelKv:
     def of(self, *kinds: KvKind) -> tuple[KvLayers, ...]:
         """The layers of these kinds."""
         return tuple(each for each in self.layers if each.kind in kinds)
+
+    def beside(self, known: Collection[KvKind]) -> str:
+        """The kinds of its layers that are not among ``known``, for people; empty: none."""
+        return " and ".join(kind.replace("_", " ") for kind in self.kinds if kind not in known)
 
     @property
     def is_plain(self) -> bool:
@@ -171,6 +176,15 @@ class KvSupport:
     """Whether requests can name LoRA adapters."""
     routing: Verdict
     """Whether routers know which prompts a worker can resume."""
+
+
+def refused(model: ModelConfig, judged: Callable[[ModelKv], Verdict]) -> Iterator[str]:
+    """Why an engine cannot start with what ``judged`` says "no" to, if it does.
+
+    Nothing for a model without a config.json.
+    """
+    if (kept := model_at(model.source)) is not None and (verdict := judged(kept)).word == "no":
+        yield f"{model.name}: {verdict.why}"
 
 
 class WithKvSupport(ABC):
@@ -324,17 +338,7 @@ class _Reader:
         for layer in layers:
             for one in self._kept(layer):
                 found[one] = found.get(one, 0) + 1
-        kept = [
-            KvLayers(
-                kind=one.kind,
-                count=count,
-                window=one.window,
-                row=one.row,
-                tokens_per_row=one.tokens_per_row,
-                convolution=one.convolution,
-            )
-            for one, count in found.items()
-        ]
+        kept = [evolve(one, count=count) for one, count in found.items()]
         drafts = self.size("num_nextn_predict_layers", "mtp_num_hidden_layers")
         self._used.add("mtp_layers_block_type")  # of these
         if drafts and layers:

@@ -28,7 +28,7 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.model_files import directory_for
-from commutator_engine_kit.model_kv import model_at
+from commutator_engine_kit.model_kv import refused
 from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
 from commutator_sglang import model_support
 from commutator_sglang.config import TRANSFER, SglangConfig
@@ -207,10 +207,8 @@ def _contradictions(config: SglangConfig, tiers: Sequence[TierConfig]) -> Iterat
 
 def _not_with_tiers(model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
     """What our storage backend would refuse once the server has begun to start."""
-    if tiers and (kept := model_at(model.source)) is not None:
-        verdict = model_support.tiers(kept)
-        if verdict.word == "no":
-            yield f"tiers: {model.name}: {verdict.why}"
+    if tiers:
+        yield from (f"tiers: {one}" for one in refused(model, model_support.tiers))
 
 
 def _tier_arguments(context: LaunchContext) -> dict[str, str]:

@@ -26,9 +26,7 @@ def support(model: ModelKv) -> KvSupport:
 
 def tiers(model: ModelKv) -> Verdict:
     """Whether SGLang's HiCache stores its pages through our backend."""
-    more = [kind for kind in model.kinds if kind not in {KvKind.FULL, KvKind.LATENT}]
-    if more:
-        kept = " and ".join(kind.replace("_", " ") for kind in more)
+    if kept := model.beside({KvKind.FULL, KvKind.LATENT}):
         return Verdict(
             "no", f"its storage interface has no pages for {kept} layers; use vllm or no `tiers`"
         )

@@ -22,7 +22,7 @@ from commutator_engine_kit.launching import (
     warn_of_unused_tiers,
     write_tiers,
 )
-from commutator_engine_kit.model_kv import model_at
+from commutator_engine_kit.model_kv import refused
 from commutator_engine_kit.preflight import gpu_memory_bytes
 from commutator_trtllm import model_support
 from commutator_trtllm.config import TrtllmConfig
@@ -52,10 +52,8 @@ def problems(
             check()
         except ConfigError as error:
             yield from error.problems
-    if tiers and config.url is None and (kept := model_at(model.source)) is not None:
-        verdict = model_support.tiers(kept)
-        if verdict.word == "no":
-            yield f"tiers: {model.name}: {verdict.why}"
+    if tiers and config.url is None:
+        yield from (f"tiers: {one}" for one in refused(model, model_support.tiers))
     if config.url is None and Path(config.command[0]).name == _SERVER and gpu_memory_bytes() == ():
         yield (
             "command: TensorRT-LLM needs an NVIDIA GPU, and this machine has none; attach to a "

@@ -24,8 +24,6 @@ def support(model: ModelKv) -> KvSupport:
 
 def tiers(model: ModelKv) -> Verdict:
     """Whether our connector keeps the model's blocks."""
-    more = [kind for kind in model.kinds if kind not in {KvKind.FULL, KvKind.LATENT}]
-    if more:
-        kept = " and ".join(kind.replace("_", " ") for kind in more)
+    if kept := model.beside({KvKind.FULL, KvKind.LATENT}):
         return Verdict("no", f"its KV connectors do not take {kept} layers; remove `tiers`")
     return _UNTRIED

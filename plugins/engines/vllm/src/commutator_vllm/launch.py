@@ -30,7 +30,7 @@ from commutator_engine_kit.launching import (
     write_tiers,
 )
 from commutator_engine_kit.model_files import directory_for
-from commutator_engine_kit.model_kv import model_at
+from commutator_engine_kit.model_kv import model_at, refused
 from commutator_engine_kit.preflight import (
     ServerNeeds,
     argument_value,
@@ -209,12 +209,10 @@ def _contradictions(
 
 def _not_handed_over(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
     """What the NixlConnector would refuse once the server has begun to start."""
-    if (kept := model_at(model.source)) is None:
-        return
-    if (verdict := model_support.handover(kept)).word == "no":
-        yield f"{model.name}: {verdict.why}"
+    yield from refused(model, model_support.handover)
     stages = {argument_value(config.args, name) for name in _STAGES} - {None, "1"}
-    if stages and len(kept.kinds) > 1:
+    kept = model_at(model.source) if stages else None
+    if kept is not None and len(kept.kinds) > 1:
         yield (
             f"{model.name} keeps {' and '.join(kept.kinds)}, which vLLM's NixlConnector does not "
             f"hand over between pipeline stages; remove {_STAGES[0]} from `args`, or use role: both"
@@ -235,9 +233,7 @@ def _not_with_tiers(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f"they keep recurrent states with {_MAMBA_CACHE_MODE} align only, not {mode}; remove it"
         )
-    kept = model_at(model.source)
-    if kept is not None and (verdict := model_support.tiers(kept)).word == "no":
-        yield f"{model.name}: {verdict.why}"
+    yield from refused(model, model_support.tiers)
 
 
 def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:

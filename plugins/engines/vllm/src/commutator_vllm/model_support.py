@@ -75,7 +75,6 @@ def _routing(model: ModelKv) -> Verdict:
 
 def _other_kinds(model: ModelKv) -> str:
     """What it keeps that no test has met, for people."""
-    kinds = [kind.replace("_", " ") for kind in model.kinds if kind not in _IN_GROUPS]
-    if any(each.tokens_per_row > 1 for each in model.layers):
-        kinds.append("compressed attention")
-    return " and ".join(kinds)
+    compressed = any(each.tokens_per_row > 1 for each in model.layers)
+    found = (model.beside(_IN_GROUPS), "compressed attention" if compressed else "")
+    return " and ".join(filter(None, found))

@@ -1,6 +1,6 @@
 """The document of what should run: the file, what was changed since, and the last generations.
 
-One value in the deployment's registry, replaced by compare-and-set: whoever changes it reads it,
+One value in the deployment's registry, replaced by compare-and-set: who changes it reads it,
 and writes what follows if nobody wrote meanwhile. Values are those of the file as it was written:
 secrets are references, and what the environment and options of `commutator serve` override stays
 with each process. The functions are pure.
@@ -225,7 +225,7 @@ async def read(registry: Registry, name: str = NAME) -> Desired | None:
 async def change(
     registry: Registry, edit: Callable[[Desired | None], Desired], name: str = NAME
 ) -> Desired:
-    """Replace the document by what ``edit`` makes of it, whoever else writes meanwhile.
+    """Replace the document by what ``edit`` makes of it, though others may write meanwhile.
 
     ``edit`` is called again after each such writer, and may raise. Raises CommutatorError.
     """

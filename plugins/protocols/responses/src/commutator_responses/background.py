@@ -273,7 +273,7 @@ class Background:
         except asyncio.CancelledError:
             if not running.is_settled:
                 await self._fail(store, running, _ENDED)
-        except Exception as error:  # noqa: BLE001 - whoever asks for it is told
+        except Exception as error:  # noqa: BLE001 - who asks for it is told
             failure = to_failure(error, call.request_id)
             log_failure(error, failure, call.request_id)
             code, call.reason, call.param = failure.status, failure.code, failure.param

@@ -193,7 +193,7 @@ class NatsStore(ResponseStore):
         session.ledger.use((record.owner, record.id), now_s)
         if record.used_s <= now_s - self._config.ttl_s / _USES:
             name = name_of(record.owner, record.id)
-            # Whoever else has written it meanwhile has used it as well.
+            # Another one that has written it meanwhile has used it as well.
             await session.write(name, evolve(record, used_s=now_s), found.data, found.sequence)
 
     async def _expire(self, session: Session) -> None:

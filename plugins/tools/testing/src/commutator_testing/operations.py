@@ -31,7 +31,7 @@ class OperationsContract:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[TestClient[web.Request, web.Application]]:
-        """A client of the routes, whoever may see them."""
+        """A client of the routes, whose rights nobody checks."""
         app = web.Application()
         for one in self.make_operations().routes(_DOORS[0]):
             app.router.add_route(one.method, one.path, one.handle)

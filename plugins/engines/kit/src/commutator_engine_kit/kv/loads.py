@@ -39,8 +39,6 @@ class _Part:
     positions: Sequence[int]
     """The blocks' positions in the onboard."""
     begun: bool = False
-    due_s: float = float("inf")
-    """When its tier's thread, which has begun it, gives up by itself, and a grace."""
     given_up: bool = False
     """Before it began, its job does nothing; afterwards its result is not waited for."""
 
@@ -188,21 +186,25 @@ class Loads:
         is paused meanwhile.
         """
         for onboard in list(self._onboards.values()):
-            for part in [part for part in onboard.parts if now_s > part.due_s]:
+            begun = [part for part in onboard.parts if part.begun]
+            for part in [part for part in begun if self._late_s(part.tier, now_s) > _GRACE_S]:
                 part.given_up = onboard.cancelled = True
-                self._pause_if_away(part.tier, now_s)
+                self._pause(part.tier)
                 self._ended(onboard, part)
             if now_s > onboard.deadline_s:
                 onboard.deadline_s = float("inf")
                 for part in onboard.parts:
-                    self._pause_if_away(part.tier, now_s)
+                    if self._late_s(part.tier, now_s) > 0:
+                        self._pause(part.tier)
                 self._give_up_waiting(onboard)
 
-    def _pause_if_away(self, tier: int, now_s: float) -> None:
-        thread = self._tiers.threads[tier]
-        since_s = thread.busy_since_s
-        if since_s is not None and now_s - since_s > self._timeout_s(tier):
-            thread.pause("its storage does not answer")
+    def _late_s(self, tier: int, now_s: float) -> float:
+        """For how long the tier's thread has been busy, beyond what a load may take."""
+        since_s = self._tiers.threads[tier].busy_since_s
+        return 0.0 if since_s is None else now_s - since_s - self._timeout_s(tier)
+
+    def _pause(self, tier: int) -> None:
+        self._tiers.threads[tier].pause("its storage does not answer")
 
     def fail(self, error: TierError) -> None:
         """Fail the futures of all onboards: no thread is left to end them."""
@@ -257,7 +259,6 @@ class Loads:
             if part.given_up:
                 return
             part.begun = True
-            part.due_s = time.monotonic() + self._timeout_s(part.tier) + _GRACE_S
         keys = [onboard.blocks[position][0] for position in part.positions]
         results, started_s = [LoadResult.FAILED] * len(keys), time.monotonic()
 

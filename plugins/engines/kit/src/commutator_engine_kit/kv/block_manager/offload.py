@@ -20,6 +20,7 @@ from commutator_engine_kit.kv.block_manager.actions import (
 )
 from commutator_engine_kit.kv.block_manager.block_pool import (
     EdgeCounts,
+    Rank,
     TierBlockPool,
     Waiting,
     count,
@@ -271,11 +272,10 @@ class OffloadScheduler:
         if short <= 0:
             return
         # The last of the least important need victims, none of them more important than they are.
-        ordered = sorted(pool.waiting.values(), key=_by_importance)[-short:]
+        ordered = sorted(pool.waiting.values(), key=_importance, reverse=True)[-short:]
         pins = pool.pins
-        for importance, group in groupby(ordered, key=_by_importance):
+        for rank, group in groupby(ordered, key=_importance):
             members = list(group)
-            rank = -importance[0], not importance[1]
             victims = pool.retention.victims(
                 len(members), lambda key: key not in pins and key not in spared, now_s, rank
             )
@@ -347,9 +347,9 @@ def _not_admitted(rules: AdmissionConfig, offer: BlockDescriptor, uses: int) -> 
     return "too few hits" if rules.min_hits > 1 and uses < rules.min_hits else None
 
 
-def _by_importance(waiting: Waiting) -> tuple[int, bool]:
-    """The most important first."""
-    return -waiting.offer.facts.priority, waiting.offer.facts.behind
+def _importance(waiting: Waiting) -> Rank:
+    """As ``rank_of``, of any priority."""
+    return waiting.offer.facts.priority, not waiting.offer.facts.behind
 
 
 class _Holds:
