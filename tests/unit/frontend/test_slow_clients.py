@@ -244,6 +244,12 @@ async def begin_chat(writer: asyncio.StreamWriter, **more: object) -> None:
     await writer.drain()
 
 
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
 async def settled(number: Callable[[], int]) -> int:
     """What ``number`` returns once it does not change any more."""
     last, same = -1, 0
@@ -264,14 +270,15 @@ async def test_logprobs_that_nobody_reads_are_bounded() -> None:
     ):
         budget = door.services.logprobs
         await begin_chat(writer, n=16, stream=True, **wanted)
-        assert await settled(lambda: dispatcher.open) == 0, "no engine goes on for nobody"
+        await until(lambda: len(dispatcher.requests) == 16)
+        await until(lambda: dispatcher.open == 0)  # no engine goes on for nobody
         assert budget.held < budget.most
         status, _ = await door.chat(max_tokens=20, **wanted)
         assert status == 200, "others are answered meanwhile"
         answered = await asyncio.wait_for(reader.read(), 30)
         assert b"too_many_logprobs" in answered
         assert b"[DONE]" not in answered
-        assert await settled(lambda: budget.held) == 0
+        await until(lambda: budget.held == 0)
 
 
 @pytest.mark.security
@@ -298,6 +305,7 @@ async def test_answers_that_nobody_reads_are_not_made() -> None:
         connected(door.port) as (reader, writer),
     ):
         await begin_chat(writer, n=8, stream=True)
+        await until(lambda: dispatcher.taken > 0)
         taken = await settled(lambda: dispatcher.taken)
         every = sum(1 for _ in dispatcher.script(dispatcher.requests[0])) * 8
         assert 0 < taken < every / 2
