@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -341,3 +342,49 @@ async def test_a_drain_under_load_loses_no_request(
             await asyncio.gather(*clients)
         assert set(outcomes) == {"200", "refused"}, outcomes
         assert outcomes["200"] > 50
+
+
+async def probe(url: str, seen: list[int]) -> None:
+    """Asks a door whether it is ready, on new connections, until it refuses one."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        with contextlib.suppress(aiohttp.ClientError):
+            while True:
+                async with session.get(f"{url}/ready") as answer:
+                    seen.append(answer.status)
+                await asyncio.sleep(0.02)
+
+
+async def test_load_balancers_learn_that_it_leaves_before_the_port_closes(
+    env: dict[str, str],
+) -> None:
+    runtime = {"drain_notice_s": 2.0}
+    with running(env, frontend={"replicas": 2}, runtime=runtime) as cluster:
+        seen: list[int] = []
+        probing = asyncio.create_task(probe(cluster.url, seen))
+        while not seen:
+            await asyncio.sleep(0.02)
+        supervisor(cluster).terminate()
+        while seen[-1] == 200:
+            await asyncio.sleep(0.02)
+        said_s, served = time.monotonic(), 0
+        while time.monotonic() - said_s < 1.5:
+            assert await stream(cluster.url, 2) == "complete", "new requests are served meanwhile"
+            served += 1
+        assert served
+        assert await asyncio.to_thread(cluster.stop) == 0
+        await asyncio.wait_for(probing, 5)
+        assert seen[seen.index(503) :].count(200) == 0
+        assert time.monotonic() - said_s > 2.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_waits_for_load_balancers_that_are_not_there(
+    env: dict[str, str], number: signal.Signals
+) -> None:
+    with running(env, runtime={"drain_notice_s": 60.0}) as cluster:
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{cluster.url}/ready", timeout=5).close()
+        supervisor(cluster).send_signal(number)
+        assert cluster.process is not None
+        cluster.process.wait(20)

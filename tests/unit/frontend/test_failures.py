@@ -79,7 +79,7 @@ async def test_before_the_first_token(
     assert (response.status, body["error"]["code"]) == (status, code)
     assert ("Retry-After" in response.headers) == (status in (429, 503))
     if isinstance(error, OverloadedError):
-        assert response.headers["Retry-After"] == "7"
+        assert 7 <= int(response.headers["Retry-After"]) <= 21
     assert "secret" not in json.dumps(body)
     assert "10.0.0.7" not in json.dumps(body)
     assert dispatcher.open == 0

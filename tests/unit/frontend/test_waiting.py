@@ -91,7 +91,7 @@ async def test_refusals_are_explained_and_counted_by_reason() -> None:
         url = f"{door.url}/v1/completions"
         async with door.session.post(url, json={"model": MODEL, "prompt": "Hi"}) as answer:
             body = await answer.json()
-            assert answer.headers["Retry-After"] == "4"
+            assert 4 <= int(answer.headers["Retry-After"]) <= 11
         assert body["error"]["code"] == "router_queue_timeout"
         assert body["error"]["message"] == "2 workers are busy"
         text = door.services.metrics.render().decode()

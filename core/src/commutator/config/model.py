@@ -189,6 +189,12 @@ class RuntimeConfig:
         "that a planner stops, which migrate then.",
         60.0,
     )
+    drain_notice_s: Seconds = setting(
+        "After SIGTERM, for this long `/ready` answers 503 while new requests are still served, so "
+        "that load balancers send theirs elsewhere before the ports close; longer than they need "
+        "to notice. Not after Ctrl-C, nor where nobody asked `/ready` within the last minute.",
+        15.0,
+    )
     kv_interfaces: tuple[str, ...] | None = setting(
         "The network interfaces and RDMA devices (UCX_NET_DEVICES) over which UCX moves KV blocks "
         "between processes; by default UCX_NET_DEVICES of the environment, else `lo`: this machine "

@@ -35,6 +35,9 @@ from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import refused_connections
 
+_PROBES_END_S = 60.0
+"""Without a question whether it is ready, after which nobody is taken to wait for the answer."""
+
 
 @define(kw_only=True)
 class FrontendServices:
@@ -79,8 +82,12 @@ class FrontendServices:
     operations: Sequence[Operations] = ()
     """What operators see and do on the doors, beside health, metrics and administration."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
+    leaving: bool = False
+    """Set some time before ``draining``: requests are served, but no longer invited."""
     draining: bool = False
-    """Set when the process is about to end: ``/ready`` answers 503 from then on."""
+    """Set when the process is about to end."""
+    probed_s: float = -math.inf
+    """When a client last asked whether it is ready; of ``time.monotonic``."""
 
     def __attrs_post_init__(self) -> None:
         limiter, dispatcher, config = self.limiter, self.dispatcher, self.config
@@ -129,6 +136,22 @@ class FrontendServices:
     def _registry_age_s(self) -> float:
         age_s = None if self.registry is None else self.registry.view_age_s()
         return math.nan if age_s is None else age_s
+
+    def is_ready(self, model: str | None = None, *, probed: bool = True) -> bool:
+        """Whether ``model`` can be served, by default every model, and goes on to be.
+
+        ``probed``: a client asks, who is to notice when this front door leaves.
+        """
+        if probed:
+            self.probed_s = time.monotonic()
+        if self.leaving or self.draining:
+            return False
+        return self.dispatcher.ready() if model is None else self.dispatcher.models_ready()[model]
+
+    def leave(self) -> bool:
+        """Be not ready from now on; returns whether a client has asked within the last minute."""
+        self.leaving = True
+        return time.monotonic() - self.probed_s < _PROBES_END_S
 
     def unready_workers(self) -> Iterator[UnreadyWorker]:
         """``unready`` without those that have become ready since."""

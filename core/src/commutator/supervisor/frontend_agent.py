@@ -73,6 +73,10 @@ class FrontendAgent:
         """Keep the front door running until cancelled; then let it drain and stop it."""
         await keep_running(self.name, self._live_once, self._backoff)
 
+    async def leave(self) -> bool:
+        """Have the front door be not ready from now on; returns whether a client will notice."""
+        return await self._ask("/leave", "POST") == "200"
+
     async def _live_once(self) -> Ended:
         alive_s: float | None = None
         grace_s = self._grace_s
@@ -126,14 +130,14 @@ class FrontendAgent:
         while await self._ask(path) != "200":  # noqa: ASYNC110 - another process decides
             await asyncio.sleep(_POLL_S)
 
-    async def _ask(self, path: str) -> str | None:
-        """The status code of a GET, or None without an answer."""
+    async def _ask(self, path: str, method: str = "GET") -> str | None:
+        """The status code of a request, or None without an answer."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError:
             return None
         try:
-            writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+            writer.write(f"{method} {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
             async with asyncio.timeout(self._patience.answer_s):
                 status = (await reader.readline()).split()
         except OSError:  # TimeoutError is one, too

@@ -129,6 +129,8 @@ class Supervisor:
         self.on_hangup: Callable[[], None] | None = None
         """Called by SIGHUP, which drains where nothing is, or once the terminal is gone."""
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        """Set once no time is left for load balancers to notice."""
         self._kill = asyncio.Event()
 
     @property
@@ -225,8 +227,12 @@ class Supervisor:
                 self._config.runtime.drain_timeout_s,
             )
             self._stop.set()
+            if impatient:
+                self._hurry.set()
         elif impatient:
             self._kill.set()
+        else:
+            self._hurry.set()
 
     async def _run_and_drain(self) -> None:
         if self._agents is not None:
@@ -263,6 +269,7 @@ class Supervisor:
         frontends = asyncio.create_task(doors.run())
         try:
             await self._until_stopped([workers, frontends, *serving, *claiming, *placing])
+            await self._give_notice()
         finally:
             await _cancel([*serving, *claiming])
             await _cancel([frontends])  # first, as their running requests need the workers
@@ -418,6 +425,17 @@ class Supervisor:
                     task.result()
         finally:
             await _cancel([stopped, announcing])
+
+    async def _give_notice(self) -> None:
+        """Serve on until load balancers, if there are any, have seen that this host leaves."""
+        notice_s = self._config.runtime.drain_notice_s
+        if self._hurry.is_set() or not notice_s:
+            return
+        if any(await asyncio.gather(*(door.leave() for door in self._doors()))):
+            log.info("/ready says 503; new requests are served for %g s more", notice_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(notice_s):
+                    await self._hurry.wait()
 
     async def _announce_when_ready(self) -> None:
         started_s = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -29,6 +30,8 @@ from commutator.errors import (
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
+_SPREAD = 3.0
+"""The longest wait that is asked for, times the shortest."""
 _LONGEST_FOLLOWED_S = 60
 """OpenAI's clients ignore a longer ``Retry-After``. A minute's window ends up to a second later: a
 client that comes that much too early is told to wait for the rest."""
@@ -71,7 +74,9 @@ def log_failure(error: BaseException, answer: Failure, request_id: str) -> None:
 
 
 def _later(status: int, message: str, code: str, retry_after_s: float = _RETRY_AFTER_S) -> Failure:
-    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
+    # Those who are refused together do not come back together; OpenAI's clients read the second.
+    wait_s = retry_after_s * random.uniform(1.0, _SPREAD)  # noqa: S311 - no secret
+    headers = {"Retry-After": str(max(1, round(wait_s))), "retry-after-ms": f"{1e3 * wait_s:.0f}"}
     return Failure(status, message, code, headers=headers)
 
 

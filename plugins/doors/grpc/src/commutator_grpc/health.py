@@ -27,9 +27,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._watches = 0
 
     def _status(self) -> int:
-        services = self._services
-        serves = not services.draining and services.dispatcher.ready()
-        return int(_Answer.SERVING if serves else _Answer.NOT_SERVING)
+        return int(_Answer.SERVING if self._services.is_ready() else _Answer.NOT_SERVING)
 
     async def Check(self, request: Any, context: CallInfo) -> Any:  # noqa: N802 - gRPC's name
         """The present state."""

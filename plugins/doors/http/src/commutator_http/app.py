@@ -109,7 +109,10 @@ def _app(
     app.on_shutdown.append(close_sockets)
     app[DOOR] = parts
     app.add_routes(_protocol_routes(parts, protocols))
-    app.add_routes(health_routes(parts.services, local_socket, probes_only=not checks))
+    routes = health_routes(
+        parts.services, local_socket, probes_only=not checks, is_local=parts.is_local
+    )
+    app.add_routes(routes)
     if checks:
         app.add_routes(admin_routes(parts.services, checks["act"]))
         door = OperationsDoor(serves_clients=bool(protocols), needs_key=needs_key)

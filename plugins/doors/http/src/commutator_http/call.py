@@ -120,6 +120,7 @@ class DoorParts:
         self.strangers = Strangers()
         self.silences = Silences(config.ping_s)
         names = Hosts(config.allowed_hosts)
+        self.is_local = is_local
         self.hosts = None if identifies or is_local or names.all else names
         """Checks whom requests were meant for, where no key says who sends them."""
 

@@ -55,12 +55,16 @@ async def _page_of_all(own_socket: Path, own_page: str) -> str:
 
 
 def health_routes(
-    services: FrontendServices, local_socket: str | None = None, *, probes_only: bool = False
+    services: FrontendServices,
+    local_socket: str | None = None,
+    *,
+    probes_only: bool = False,
+    is_local: bool = False,
 ) -> Iterable[web.RouteDef]:
     """The routes of ``PROBE_PATHS`` and ``OPERATIONS_PATHS`` for an aiohttp application.
 
     The application itself lets only those to ``OPERATIONS_PATHS`` who have the right;
-    ``probes_only`` leaves them out.
+    ``probes_only`` leaves them out; ``is_local`` adds what only the supervisor does.
     ``local_socket`` is the Unix socket on which this process answers beside its shared port; with
     several front doors, /metrics asks the others on theirs.
     """
@@ -70,11 +74,16 @@ def health_routes(
         """The process answers."""
         return json_response({"status": "ok"})
 
-    async def ready(_: web.Request) -> web.Response:
+    async def ready(request: web.Request) -> web.Response:
         """Every model has a worker, and the process is not about to end."""
-        if services.draining or not services.dispatcher.ready():
+        # The supervisor asks, too, by the Unix socket, where clients have no address.
+        if not services.is_ready(probed=bool(request.remote)):
             return _unready()
         return json_response({"status": "ok"})
+
+    async def leave(_: web.Request) -> web.Response:
+        """Answer `/ready` with 503 from now on; 204 says that nobody asks it."""
+        return web.Response(status=200 if services.leave() else 204)
 
     async def health(_: web.Request) -> web.Response:
         """Models, workers and load; always 200, for people and dashboards."""
@@ -91,7 +100,8 @@ def health_routes(
     handlers |= {"/healthz": live, "/ping": live}  # as others call it
     if not probes_only:
         handlers |= {"/health": health, "/metrics": metrics}
-    return [web.get(path, handler) for path, handler in handlers.items()]
+    routes = [web.get(path, handler) for path, handler in handlers.items()]
+    return [*routes, web.post("/leave", leave)] if is_local else routes
 
 
 async def _health(services: FrontendServices, local_socket: str | None) -> dict[str, object]:
@@ -99,7 +109,7 @@ async def _health(services: FrontendServices, local_socket: str | None) -> dict[
     found = list(services.problems())
     status = "degraded" if found or not dispatcher.ready() else "ready"
     return {
-        "status": "draining" if services.draining else status,
+        "status": "draining" if services.leaving or services.draining else status,
         "problems": found,
         "versions": installed_versions(),
         "models": list(services.models),

@@ -34,13 +34,12 @@ _EMBEDS: tuple[_Tensors, _Tensors] = (
 
 def server_is_ready(services: FrontendServices) -> bool:
     """Whether every model has a worker, and the process is not about to end."""
-    return not services.draining and services.dispatcher.ready()
+    return services.is_ready()
 
 
 def model_is_ready(call: Call, model: str, version: str) -> bool:
     """Raises RequestError for one that is not served."""
-    name = _name(call, model, version)
-    return not call.services.draining and call.services.dispatcher.models_ready()[name]
+    return call.services.is_ready(_name(call, model, version))
 
 
 def server_metadata() -> dict[str, Any]:
