@@ -12,6 +12,7 @@ import contract_page
 import dashboards
 import docs_console
 import engines_page
+import findings_page
 import http_page
 import kit_page
 import metrics_page
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     contract_page.write()
     dashboards.write()
     engines_page.write()
+    findings_page.write()
     http_page.write()
     kit_page.write()
     metrics_page.write()

@@ -35,6 +35,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "certs": ("certs", "--help"),
     "console": ("top",),
     "disagg": "disaggregation: {kind: always}",
+    "doctor": ("doctor",),
     "dram": "tiers: [{kind: dram, capacity: 64MB}]",
     "encoder": "engines: [{kind: encoder}]",
     "engine-kit": "",

@@ -45,7 +45,8 @@ BESIDE = {
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }
 # Released with core, of core's own version, and so free to import its internals:
-# replays run core's routing, the console shows its parts, and suites test against them.
+# replays run core's routing, the console shows its parts, the doctor checks what would be started,
+# and suites test against them.
 KIT = "commutator_engine_kit"
 KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
 PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
@@ -66,6 +67,7 @@ OF_CORE = {
     "commutator_replay",
     "commutator_rollout",
     "commutator_console",
+    "commutator_doctor",
     "commutator_scaffold",
     "commutator_testing",
 }

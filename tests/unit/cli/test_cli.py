@@ -89,6 +89,7 @@ def test_help_imports_no_command() -> None:
     assert {name.removesuffix(".commands") for name in plugins} <= {
         "commutator_certs",
         "commutator_console",
+        "commutator_doctor",
         "commutator_models",
         "commutator_replay",
         "commutator_rollout",

@@ -129,6 +129,7 @@ async def test_the_trace_holds_no_text_token_or_name_and_is_its_users_alone(tmp_
     text = (path.parent / "trace.0.jsonl").read_text()
     assert set(json.loads(text)) == {
         *("timestamp", "input_length", "output_length", "block_tokens", "hash_ids", "model"),
+        *("worker", "cached_length", "salt_id", "sketch"),
     }
     assert not any(str(token) in text for token in one.token_ids)
     assert "secret" not in text

@@ -28,6 +28,7 @@ PACKAGES = {
     "completion": "commutator-scaffold",
     "demo": "commutator-scaffold",
     "diff": "commutator-rollout",
+    "doctor": "commutator-doctor",
     "down": "commutator-rollout",
     "init": "commutator-scaffold",
     "kv": "commutator-console",
@@ -38,6 +39,7 @@ PACKAGES = {
     "replay": "commutator-replay",
     "rollout": "commutator-rollout",
     "route": "commutator-console",
+    "size": "commutator-models",
     "top": "commutator-console",
     "worker": "commutator-rollout",
 }

@@ -2,7 +2,8 @@
 
 One JSON object a line, in the order in which requests end. Block ids are chained keyed hashes:
 equal first ids mean an equal prefix of the same model, adapter and cache salt, and without the key
-nobody can tell whether a prompt of their choice is in the trace.
+nobody can tell whether a prompt of their choice is in the trace. For `commutator doctor` each line
+has the worker, the tokens that it found cached, an id of the salt, and a sketch of the whole text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import stat
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -35,6 +36,14 @@ _ID_MASK = (1 << 53) - 1
 """Ids are exact in every reader of JSON."""
 _TOKEN_BYTES = 36
 """Memory of a token id in a list."""
+
+_PIECE_TOKENS = 16
+_SKETCH_IDS = 8
+_SPREAD, _SPREAD_MASK = 2654435761, 0xFFFFFFFF
+_RARE = _SPREAD_MASK // 16
+"""One of 16 distinct tokens begins a piece."""
+_ESCAPE = "backslashreplace"
+"""A client can send what no encoding has."""
 
 _encode = msgspec.json.encode
 
@@ -108,7 +117,8 @@ class TraceRecorder(FileObserver):
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         if (one := self._open.pop(id(request), None)) is not None:
-            self._add(request, one, outcome.generated_tokens)
+            more = {"cached_length": outcome.cached_tokens, "worker": outcome.worker_id}
+            self._add(request, one, outcome.generated_tokens, **more)
 
     def request_failed(
         self, request: RequestSummary, error: BaseException, worker_id: str | None
@@ -131,7 +141,12 @@ class TraceRecorder(FileObserver):
 
     def _line(self, said: dict[str, Any], model: str, request: GenerateRequest) -> bytes:
         ids = block_ids(self._key, model, request, self._block_tokens)
-        return _encode({**said, "hash_ids": list(ids)}) + b"\n"
+        said = {**said, "hash_ids": list(ids), "sketch": sketch(self._key, request.token_ids)}
+        if request.cache_salt is not None:
+            said["salt_id"] = _number(
+                self._key, b"salt", request.cache_salt.encode("ascii", _ESCAPE)
+            )
+        return _encode(said) + b"\n"
 
     def _open_file(self) -> OwnFile:
         file = super()._open_file()
@@ -159,6 +174,27 @@ def block_ids(key: bytes, model: str, request: GenerateRequest, block_tokens: in
         block = chain + tokens[begin : begin + size]
         chain = blake2b(block, key=key, digest_size=_CHAIN_BYTES).digest()
         yield int.from_bytes(chain[:8], "big") & _ID_MASK
+
+
+def sketch(key: bytes, tokens: Sequence[int]) -> list[int]:
+    """A few ids of pieces of a text; of a text that is mostly the same, most are equal.
+
+    It does not matter what is before the pieces, or how much.
+
+    Places are chosen by the tokens there, so that they move with the text.
+    """
+    places = [at for at, token in enumerate(tokens) if token * _SPREAD & _SPREAD_MASK < _RARE]
+    found = set()
+    for place in places:
+        piece = array("Q", tokens[place : place + _PIECE_TOKENS]).tobytes()
+        if len(piece) == _PIECE_TOKENS * 8:
+            found.add(_number(key, b"piece", piece))
+    return sorted(found)[:_SKETCH_IDS]
+
+
+def _number(key: bytes, of: bytes, content: bytes) -> int:
+    digest = blake2b(content, key=key, digest_size=8, person=of).digest()
+    return int.from_bytes(digest, "big") & _ID_MASK
 
 
 def _shared_key(path: Path) -> bytes:
