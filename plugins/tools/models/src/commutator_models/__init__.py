@@ -1,1 +1,1 @@
-"""The command `commutator models`."""
+"""The commands `commutator models` and `commutator size`."""

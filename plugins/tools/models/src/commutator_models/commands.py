@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator models`."""
-    help_ = "Show what a model keeps as KV, and what engines do with it."
-    register("models", help_, partial(resolve_name, "commutator_models.models:models"))
+    """`commutator models` and `commutator size`."""
+    for name, text in (
+        ("models", "Show what a model keeps as KV, and what engines do with it."),
+        ("size", "Compute how large storage tiers have to be."),
+    ):
+        register(name, text, partial(resolve_name, f"commutator_models.{name}:{name}"))

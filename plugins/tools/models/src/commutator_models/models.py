@@ -154,12 +154,12 @@ def _sizes(model: ModelKv) -> tuple[float | None, float | None, float | None]:
 
 
 def _size(size: float | None) -> str:
-    return "?" if size is None else "" if not size else _rounded(size)
+    return "?" if size is None else "" if not size else rounded(size)
 
 
-def _rounded(size: float) -> str:
+def rounded(size: float) -> str:
     """To three digits, in the notation of options."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size:.0f} B"
