@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -419,10 +420,17 @@ def _holder(port: int) -> str | None:
             if cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{cells[9]}]")
     for process in Path("/proc").glob("[0-9]*"):
-        files = _or((), lambda folder=process / "fd": tuple(folder.iterdir()))
-        if any(_or("", lambda file=file: str(file.readlink())) in inodes for file in files):
+        if any(link in inodes for link in _links(process / "fd")):
             return f"{_text(process / 'comm')} (pid {process.name})"
     return None
+
+
+def _links(folder: Path) -> Iterator[str]:
+    """Where the links in ``folder`` lead; those that go away meanwhile are left out."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):
+                yield str(file.readlink())
 
 
 def _peers(config: Any) -> Iterator[facts.Peer]:
