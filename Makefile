@@ -148,6 +148,7 @@ test-strict: $(VENV)/.test vllm sglang
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py
+	$(BIN)/pytest -m "" tests/unit/kserve/test_fuzz.py -k all
 
 soak: $(VENV)/.test
 	SOAK_S=$${SOAK_S:-3600} $(BIN)/pytest -s tests/security/test_soak.py

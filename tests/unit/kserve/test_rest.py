@@ -182,6 +182,7 @@ async def test_embeddings_are_one_tensor_in_every_form(words: Any) -> None:
         await stream.done_writing()
         (streamed,) = [one.infer_response async for one in stream]
         assert (streamed.id, list(streamed.outputs[0].shape)) == ("7", [1, 55])
+        assert plain(streamed.parameters)["triton_final_response"] is True
         ids = infer_request("w1")
         ids.inputs[0].name, ids.inputs[0].datatype = "input_ids", "INT64"
         ids.inputs[0].shape[:] = [1, 2]
@@ -194,6 +195,8 @@ async def test_embeddings_are_one_tensor_in_every_form(words: Any) -> None:
             infer_request(" ".join(["w1"] * 40)),
             infer_request(""),
             infer_request("w1", encoding_format="base64"),
+            infer_request("w1", chat=True),
+            infer_request("w1", chat=False),
         ):
             assert (
                 await failure_of(door.call("ModelInfer", wrong))

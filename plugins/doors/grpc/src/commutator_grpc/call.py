@@ -28,6 +28,7 @@ from commutator.frontend import (
     require,
 )
 from commutator_grpc.config import GrpcConfig
+from commutator_grpc.outbox import Outbox, Unread
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.byte_budget import ByteBudget
 from commutator_http.call import MessageCall, request_id_of, room_for
@@ -56,8 +57,14 @@ class DoorParts:
         self.identifies = not gate.is_open
         self.messages = ByteBudget(_MESSAGES * config.max_message_bytes, _MAX_WAITING)
         """Those that are being parsed, small ones apart."""
+        self.unread = Unread(
+            config.max_unread_bytes, config.max_calls // 2, config.write_timeout_s, self._dropped
+        )
         self.forward_headers = tuple(services.config.forward_headers)
         self.strangers = Strangers()
+
+    def _dropped(self) -> None:
+        self.services.metrics.connection_dropped("unread_answer")
 
 
 class RpcCall(MessageCall):
@@ -113,6 +120,17 @@ class UnaryCall(RpcCall):
 
     sent = False
 
+    def __init__(
+        self,
+        parts: DoorParts,
+        route: Route,
+        protocol: MountedProtocol,
+        headers: Mapping[str, str],
+        context: CallInfo,
+    ) -> None:
+        super().__init__(parts, route, protocol, headers, context)
+        self.outbox = Outbox(parts.unread, context)
+
     async def receive(self) -> None:
         """Read the message. Raises Failure, and RequestError where there is none."""
         timeout_s = self.parts_of_door.config.message_timeout_s
@@ -149,7 +167,8 @@ class UnaryCall(RpcCall):
     async def write(self, data: bytes) -> None:
         self.context.set_trailing_metadata(tuple(self.trailers()))
         self._begun = True
-        await self.context.write(data)
+        await self.outbox.write(data)
+        await self.outbox.flush()
         self.sent = True
 
     def trailers(self) -> list[tuple[str, str | bytes]]:

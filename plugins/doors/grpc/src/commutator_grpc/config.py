@@ -47,6 +47,14 @@ class GrpcConfig(DoorConfig):
     message_timeout_s: PositiveSeconds = setting(
         "Longest time for the message of a call to arrive; then DEADLINE_EXCEEDED.", 60.0
     )
+    write_timeout_s: PositiveSeconds = setting(
+        "Longest time for a client to read a message; then its call is reset.", 60.0
+    )
+    max_unread_bytes: PositiveInt = setting(
+        "Bytes of answers that clients of one front-door process have still to read. For more, "
+        "calls are reset, those first whose client has let a message wait for longest.",
+        256 << 20,
+    )
     max_calls: PositiveInt = setting(
         "Calls to one front-door process that are open at the same time, streams among them; one "
         "more is answered RESOURCE_EXHAUSTED.",

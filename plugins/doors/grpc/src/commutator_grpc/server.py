@@ -174,10 +174,10 @@ async def _serve_unary(
             code = _OK
         finally:
             call.settle()
-    except (asyncio.CancelledError, ConnectionError):
+    except asyncio.CancelledError:
         code = _OK if call.sent else code
         raise
-    except grpc.aio.BaseError:  # the call is over: its client has left
+    except (ConnectionError, grpc.aio.BaseError):  # its client has left, or reads nothing
         log.debug("a call ended before its answer was sent", exc_info=True)
     except Exception as error:  # noqa: BLE001 - any error must be answered
         failure = noted(call, error)
@@ -189,6 +189,7 @@ async def _serve_unary(
         ):
             is_quiet = True
         call.account(code, is_quiet=is_quiet)
+    await call.outbox.settle()
     if failure is not None:
         await call.abort(failure)
 

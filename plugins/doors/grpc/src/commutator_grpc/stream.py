@@ -7,13 +7,13 @@ in the log. Answers are messages of the same stream, one at a time, no faster th
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
-
-import grpc.aio
 
 from commutator.contract.answer import Failure
 from commutator.contract.protocol import MountedProtocol, Route
 from commutator_grpc.call import CallInfo, DoorParts, RpcCall, headers_of
+from commutator_grpc.outbox import Outbox
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.middleware import noted
 
@@ -23,6 +23,7 @@ _CLIENT_GONE = 499
 _UNAVAILABLE = 503
 _LAST_WORDS_S = 1.0
 """A client has this long to read why a request failed."""
+_GONE = Failure(_CLIENT_GONE, "the client does not read its answers", "unread_answer")
 _ENDS = Failure(
     _UNAVAILABLE,
     "this front door ends; open another stream",
@@ -45,12 +46,12 @@ class StreamCall(RpcCall):
     async def write(self, data: bytes) -> None:
         if data:
             self._begun = True
-            await self._stream.write(data)
+            await self._stream.outbox.write(data)
 
     async def end_failed(self, failure: Failure) -> None:
         """Say what went wrong as the protocol does."""
         async with asyncio.timeout(_LAST_WORDS_S):
-            await self._stream.write(self.failed_message(failure))
+            await self._stream.outbox.write(self.failed_message(failure))
 
 
 class OpenStreams:
@@ -72,6 +73,7 @@ class OpenStreams:
             ended = await stream.serve()
         finally:
             self._open.discard(stream)
+        await stream.outbox.settle()
         if ended is not None:
             await stream.abort(ended)
 
@@ -98,8 +100,8 @@ class _Stream:
         self.headers = headers_of(context)
         self.remembered: dict[str, Any] = {}
         """What the protocol remembers of it."""
+        self.outbox = Outbox(parts.unread, context, self._lose)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writing = asyncio.Lock()
         self._ended: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         self._over = False
 
@@ -112,30 +114,28 @@ class _Stream:
         """End the call. Always raises what grpcio does."""
         await self.context.abort(code_of(failure), failure.message, trailers_of(failure))
 
-    async def write(self, data: bytes) -> None:
-        """Send a message. Raises ConnectionError once the stream is over."""
-        async with self._writing:
-            if self._over:
-                raise ConnectionError("the stream is over")
-            try:
-                await self.context.write(data)
-            except grpc.aio.BaseError as error:
-                self._over = True
-                raise ConnectionError(f"the stream is over: {error}") from error
-
     async def serve(self) -> Failure | None:
         """Until the client has ended the stream and has its answers, or why it has to end."""
         try:
             failure = await self._read_all()
             while self._tasks:
                 await asyncio.wait(self._tasks)
+            with suppress(ConnectionError):
+                await self.outbox.flush()
             return failure
         finally:  # the client left, or the door closes
-            self._over = True
-            for task in self._tasks:
-                task.cancel()
+            self._cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+
+    def _cancel(self) -> None:
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _lose(self) -> None:
+        self.end(_GONE)
+        self._cancel()
 
     async def _read_all(self) -> Failure | None:
         idle_s = self.parts.config.stream_idle_s

@@ -261,6 +261,8 @@ def _body(parameters: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for given, sent in parameters.items():
         name = _RENAMED.get(given, given)
+        if given == "chat" and cls is EmbeddingRequest:
+            raise not_served("chat", "a model that makes vectors renders no chat; leave it out")
         if given in {"chat", "timeout", "triton_enable_empty_final_response"}:
             continue
         if given == "adapter":
@@ -307,6 +309,8 @@ def _fields(cls: Any) -> frozenset[str]:
 
 def _unknown(name: str, cls: Any) -> RequestError:
     known = _fields(cls) - _NO_TENSOR | _RENAMED.keys() | _OUR_OWN
+    if cls is EmbeddingRequest:
+        known -= {"chat", "schema", "session"}
     text = f"{name[:100]}: unknown parameter"
     if cls is CompletionRequest and name in _fields(ChatRequest):
         text += ", but of a chat: send `chat` as true with it"

@@ -62,8 +62,9 @@ async def embed(call: Call, inference: Inference, limit: TimeLimit, form: MakeFo
     found = await pool(call, asked, limit)
     outputs = embedding_outputs(inference, found.rows)
     made = form(inference, found.model)
-    data = await call.off_loop(
-        found.size_bytes, lambda: made.written(outputs, {"prompt_tokens": found.prompt_tokens})
+    said = made.parameters(
+        {"prompt_tokens": found.prompt_tokens}, call.answer_headers, final=made.in_stream
     )
+    data = await call.off_loop(found.size_bytes, lambda: made.written(outputs, said))
     call.answer_headers |= made.headers
     await call.reply([data], made.content_type)

@@ -68,6 +68,17 @@ class Form(ABC):
     def written(self, outputs: Sequence[Tensor], parameters: Mapping[str, Any]) -> bytes:
         """The bytes of an answer with ``outputs``."""
 
+    def parameters(
+        self, counts: Mapping[str, int], headers: Mapping[str, str], *, final: bool
+    ) -> dict[str, Any]:
+        """Those of an answer; in a stream ``headers`` are among them. ``final``: it is the last."""
+        said: dict[str, Any] = dict(counts)
+        if final:
+            said[_FINAL] = True
+        if self.in_stream:
+            said |= {name.lower(): value for name, value in headers.items()}
+        return said
+
     def failed(self, failure: Failure) -> bytes:
         """What ends an answer in pieces that fails."""
         return error_body(failure)
@@ -260,12 +271,7 @@ class TensorWriter(_Rows):
         self._headers.update(self._form.headers)
 
     def _parameters(self, usage: Usage, *, final: bool) -> dict[str, Any]:
-        said: dict[str, Any] = _counts(usage)
-        if final:
-            said[_FINAL] = True
-        if self._form.in_stream:
-            said |= {name.lower(): value for name, value in self._headers.items()}
-        return said
+        return self._form.parameters(_counts(usage), self._headers, final=final)
 
     def _outputs(self, rows: Mapping[int, _Row]) -> list[Tensor]:
         found, shape, wanted = list[Tensor](), (len(rows),), self._wanted
