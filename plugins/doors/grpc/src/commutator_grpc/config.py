@@ -48,11 +48,13 @@ class GrpcConfig(DoorConfig):
         "Longest time for the message of a call to arrive; then DEADLINE_EXCEEDED.", 60.0
     )
     write_timeout_s: PositiveSeconds = setting(
-        "Longest time for a client to read a message; then its call is reset.", 60.0
+        "Longest time for a client to read a message. Then its request, or all those of its stream, "
+        "are given up; the call ends when the client has read it, or leaves.",
+        60.0,
     )
     max_unread_bytes: PositiveInt = setting(
-        "Bytes of answers that clients of one front-door process have still to read. For more, "
-        "calls are reset, those first whose client has let a message wait for longest.",
+        "Bytes of answers that clients of one front-door process have still to read. Where there "
+        "are more, connections are closed, that first on which a message has waited for longest.",
         256 << 20,
     )
     max_calls: PositiveInt = setting(
