@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import bounds_page
 import cli_page
 import client_page
 import clients_page
@@ -20,6 +21,7 @@ import models_page
 import protocols_page
 
 if __name__ == "__main__":
+    bounds_page.write()
     cli_page.write()
     client_page.write()
     clients_page.write()

@@ -48,8 +48,8 @@ class GrpcConfig(DoorConfig):
         "Longest time for the message of a call to arrive; then DEADLINE_EXCEEDED.", 60.0
     )
     write_timeout_s: PositiveSeconds = setting(
-        "Longest time for a client to read a message. Then its request, or all those of its stream, "
-        "are given up; the call ends when the client has read it, or leaves.",
+        "Longest time for a client to read a message. Then its request, or all those of its "
+        "stream, are given up; the call ends when the client has read it, or leaves.",
         60.0,
     )
     max_unread_bytes: PositiveInt = setting(

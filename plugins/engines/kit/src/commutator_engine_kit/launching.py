@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -67,6 +68,8 @@ PyTorch's backends would listen at the address of the machine's name, also for a
 other hosts may reach; they ask for no proof.
 """
 _LONGEST_SOCKET_PATH = 107
+_LOOK_S = 60.0
+"""For a Python to say whether it has a package; one that takes longer counts as without it."""
 """Bytes."""
 
 
@@ -378,8 +381,10 @@ def missing_plugin(path: str, distribution: str, made_by: str) -> str | None:
     """The problem if that Python lacks the plugin; the command ``made_by`` installs it."""
     package, python = distribution.replace("-", "_"), Path(path).expanduser().absolute()
     look = f"import sys; from importlib.util import find_spec; sys.exit(not find_spec({package!r}))"
-    if not subprocess.run([python, "-c", look], check=False).returncode:  # noqa: S603
-        return None
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run([python, "-c", look], check=False, timeout=_LOOK_S)  # noqa: S603
+        if not done.returncode:
+            return None
     return (
         f"{python} lacks our plugins: install {distribution} and the packages of the "
         f"tiers in that environment, for example with `{made_by}`"

@@ -27,6 +27,7 @@ __all__ = [
 
 _WEIGHTS_SCRIPT = Path(__file__).with_name("convert_gguf.py")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_CONVERSION_S = 7200.0
 _FORMAT = 1
 """Incremented when the output changes, so that old directories are not used."""
 
@@ -56,7 +57,7 @@ def start_command(source: Path, server: Sequence[str]) -> tuple[str, ...]:
 def make_directory(gguf: Path, directory: Path, python: str) -> None:
     """Fill ``directory`` unless it exists. ``python`` has transformers, torch and gguf.
 
-    Raises subprocess.CalledProcessError when the weights cannot be converted. Several processes may
+    Raises subprocess.SubprocessError when the weights cannot be converted. Several processes may
     run this at once: the directory appears only when it is complete.
     """
     if directory.is_dir():
@@ -65,7 +66,8 @@ def make_directory(gguf: Path, directory: Path, python: str) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
     try:
         command = [python, str(_WEIGHTS_SCRIPT), str(gguf), str(unfinished)]
-        subprocess.run(command, check=True)  # noqa: S603 - the configuration names the program
+        # The configuration names the program.
+        subprocess.run(command, check=True, timeout=_CONVERSION_S)  # noqa: S603
         _write_text_side(gguf, unfinished)
         try:
             unfinished.rename(directory)
@@ -95,7 +97,7 @@ def main() -> None:
     gguf, directory, *server = sys.argv[1:]
     try:
         make_directory(Path(gguf), Path(directory), server[0])
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         sys.exit(
             f"cannot convert {gguf}: {error}; the environment of {server[0]} needs torch, "
             "transformers, accelerate and gguf. Or give `models` a Hugging Face directory"
