@@ -61,6 +61,26 @@ def test_whole_and_streamed_messages_are_equal(client: anthropic.Anthropic) -> N
         assert usage.output_tokens == whole.usage.output_tokens
 
 
+def test_what_is_cached_for_a_mark_is_told(client: anthropic.Anthropic) -> None:
+    system: Any = [{"type": "text", "text": "Answer as a keeper of lighthouses does. " * 16}]
+    system[0]["cache_control"] = {"type": "ephemeral"}
+    told = []
+    for question in ("Who are you?", "Why?"):
+        asked: list[MessageParam] = [{"role": "user", "content": question}]
+        count = client.messages.count_tokens(model="m", system=system, messages=asked)
+        usage = client.messages.create(
+            model="m", max_tokens=4, system=system, messages=asked, extra_body=GREEDY
+        ).usage
+        found, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+        assert found is not None
+        assert created is not None
+        assert usage.input_tokens + created + found == count.input_tokens
+        told.append((created, found))
+    (created, _), again = told
+    assert created > 64
+    assert again == (0, created), "what was created is found"
+
+
 def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     said = client.messages.create(
         model="m",

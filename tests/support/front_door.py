@@ -141,6 +141,8 @@ class FakeDispatcher:
     callers: list[Caller] = field(factory=list)
     hashes: list[Sequence[int] | None] = field(factory=list)
     block_size: int | None = None
+    cached_blocks: int | None = 16
+    """Tokens in a block of what workers cache; None: one of them caches nothing."""
     queues: dict[str, QueueState] = field(factory=dict)
     on_waiting: Callable[[int], None] = lambda _: None
     """As of ``Dispatcher``; no request waits here."""
@@ -222,6 +224,9 @@ class FakeDispatcher:
 
     def max_model_len(self, model: str) -> int | None:
         return self.longest
+
+    def cached_block_size(self, model: str) -> int | None:
+        return self.cached_blocks
 
     def hashed_block_size(self, model: str) -> int | None:
         return self.block_size

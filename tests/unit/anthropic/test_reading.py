@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.conversation import Generate, Media, Message, Text, ToolCall, ToolResult
-from commutator.contract.request import Constraint
+from commutator.contract.request import Constraint, KvRetention
 from commutator.errors import RequestError
 from commutator_anthropic.reading import Asked, read_request
 
@@ -36,7 +36,10 @@ def test_the_fields_of_sampling() -> None:
     assert asked.ignored == []
     assert asked.generate == Generate(
         model="m", stream=True, max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, stop=("x",),
-        params={"stop": "stop_sequences", "constraint": "output_config.format"},
+        params={
+            "stop": "stop_sequences", "constraint": "output_config.format",
+            "retention": "cache_control",
+        },
     )  # fmt: skip
 
 
@@ -81,7 +84,8 @@ def test_a_conversation_with_a_call_and_its_result() -> None:
             },
         ],
     )
-    assert said[0] == Message(role="system", content="Be brief.\nBe kind.")
+    mark = KvRetention(priority=1, ttl_s=300.0)
+    assert said[0] == Message(role="system", content="Be brief.\nBe kind.", retention=mark)
     assert said[2] == Message(role="system", content="Now in the middle.")
     call = said[3].content[-1]
     assert isinstance(call, ToolCall)

@@ -167,6 +167,43 @@ def test_a_grammar_that_grows_too_large_is_the_requests_fault(
     grammars.close()
 
 
+def test_a_grammar_that_takes_long_is_the_requests_fault() -> None:
+    now_s = 0.0
+
+    def cpu_clock() -> float:
+        nonlocal now_s
+        now_s += 0.065
+        return now_s
+
+    grammars = Grammars(TEXT.tokenizer.to_str, TEXT.vocab_size, TEXT.eos_ids, cpu_clock)
+    logits = torch.zeros(TEXT.vocab_size)
+    (letter,) = TEXT.encode("x", add_special_tokens=False)
+    for _ in range(2):  # each answer has its own time
+        matcher = grammars.matcher(of("regex", "x{1,99}"))
+        for _ in range(16):  # a second in all, and 5 of 65 ms for each
+            matcher.allow(logits, logits)
+            matcher.advance(letter)
+        matcher.allow(logits, logits)
+        with pytest.raises(RequestError, match=r"^response_format: .* more than 5 ms a token"):
+            matcher.advance(letter)
+    grammars.close()
+
+
+def test_the_time_that_is_measured_is_that_of_masks() -> None:
+    """Of a grammar whose derivations grow with the cube of the answer."""
+    matcher = GRAMMARS.matcher(of("lark", 'start: s\ns: s s s | s s | "a" | "b"'))
+    logits = torch.zeros(TEXT.vocab_size)
+    letters = [TEXT.encode(one, add_special_tokens=False)[0] for one in "ab"]
+
+    def written() -> None:
+        for number in range(1000):
+            matcher.allow(logits, logits)
+            matcher.advance(letters[number % 2])
+
+    with pytest.raises(RequestError, match="ambiguous"):
+        written()
+
+
 def test_what_excludes_all_that_may_come_gives_way() -> None:
     """A minimum length forbids the end where the grammar allows nothing else."""
     matcher = GRAMMARS.matcher(of("choice", ("a", "b")))

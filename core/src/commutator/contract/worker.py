@@ -104,6 +104,8 @@ class EngineInfo:
     """Tokens in one KV block."""
     kv_capacity_blocks: int
     """KV blocks of all data-parallel ranks together; 0 when not known."""
+    caches_prefixes: bool = True
+    """Whether it keeps the KV of a prompt's full blocks for later requests."""
     data_parallel_size: int = 1
     """Number of data-parallel ranks, at least 1."""
     kv_events: EventSource | None = None

@@ -258,6 +258,10 @@ class Dispatcher:
         """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
         return self._workers.max_model_len(model)
 
+    def cached_block_size(self, model: str) -> int | None:
+        """Tokens in the largest KV block of its routable workers; None: not all cache prefixes."""
+        return self._workers.cached_block_size(model)
+
     def hashed_block_size(self, model: str) -> int | None:
         """Tokens in a block of ``dispatch``'s sequence hashes; None: the model needs no hashes."""
         known = self._models.get(model)

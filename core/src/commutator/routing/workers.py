@@ -64,6 +64,7 @@ class LiveWorkers:
         self._routable: dict[tuple[str, bool], tuple[LiveWorker, ...]] = {}
         self._max_model_len: dict[str, int | None] = {}
         self._generate: dict[str, bool] = {}
+        self._cached_block_size: dict[str, int | None] = {}
 
     def get(self, worker_id: str) -> LiveWorker | None:
         return self._workers.get(worker_id)
@@ -107,6 +108,15 @@ class LiveWorkers:
             self._max_model_len[model] = min(lengths, default=None)
         return self._max_model_len[model]
 
+    def cached_block_size(self, model: str) -> int | None:
+        """Tokens in the largest KV block of its routable workers; None: not all cache prefixes."""
+        if model not in self._cached_block_size:
+            infos = [worker.record.info for worker in self.routable(model)]
+            all_cache = all(info.caches_prefixes for info in infos)
+            sizes = (info.block_size for info in infos if all_cache)
+            self._cached_block_size[model] = max(sizes, default=None)
+        return self._cached_block_size[model]
+
     def all_generate(self, model: str) -> bool:
         """Whether every routable worker generates, as far as they say."""
         known = self._generate.get(model)
@@ -123,6 +133,7 @@ class LiveWorkers:
         self._routable.clear()
         self._max_model_len.clear()
         self._generate.clear()
+        self._cached_block_size.clear()
 
     async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
         """Add a worker, or replace the one with the same id, and connect to it."""

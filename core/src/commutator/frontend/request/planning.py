@@ -207,7 +207,7 @@ def _plan(
     answers = asked.answers
     rules = _choice_rules(asked, target.text)
     check_answers(target.principal, answers * len(prompts))
-    if asked.retention is not None:
+    if asked.retention not in {None, KvRetention()}:
         require(target.principal, "pin", asked.param("retention"))
     retention = () if asked.retention is None else (asked.retention,)
     priority = allowed_priority(target.principal, asked.priority)
@@ -335,6 +335,8 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
         )
 
 
+_NOBODYS = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""What no user says first."""
 _Marked = list[tuple[int, list[KvRetention]]]
 """(number of messages up to one that is marked, its marks)"""
 
@@ -353,19 +355,27 @@ async def _marked_prefixes(
 ) -> tuple[KvRetention, ...]:
     """The retentions of messages, each for the prompt tokens up to the end of its message.
 
-    That is as far as the prompt agrees with one that ends there: templates may look ahead.
+    That is as far as the prompt agrees with one that ends there: templates may look ahead. The
+    last message ends with the prompt. Marks that ask for nothing need no permission.
     """
     count = sum(len(marks) for _, marks in marked)
     if count > _MAX_MARKS:  # each message with marks is rendered and tokenized once more
         raise RequestError(
             f"messages: expected at most {_MAX_MARKS} cache_control marks, got {count}", "messages"
         )
-    require(target.principal, "pin", "messages")
+    if any(mark != KvRetention() for _, marks in marked for mark in marks):
+        require(target.principal, "pin", "messages")
     found: list[KvRetention] = []
     for number, marks in marked:
+        messages = conversation.messages[:number]
+        if number == len(conversation.messages):
+            found += marks
+            continue
+        if all(message.role == "system" for message in messages):  # which some templates refuse
+            messages = [*messages, Message(role="user", content=_NOBODYS)]
         until = evolve(
             conversation,
-            messages=conversation.messages[:number],
+            messages=messages,
             add_generation_prompt=False,
             continue_final_message=False,
         )

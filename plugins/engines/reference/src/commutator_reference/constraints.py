@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
@@ -41,6 +42,11 @@ _SHOWN = 300
 """Characters of a grammar's error."""
 _KEPT = 16
 """Compiled grammars; each may have some MiB."""
+_PATIENCE_S = 1.0
+_TOKEN_S = 0.005
+"""CPU time that an answer's masks may take, in all and for each token more. All other answers of
+the batch wait for them, and those of an ambiguous grammar take longer with every token: half a
+second after some hundred."""
 
 
 class Grammars:
@@ -50,9 +56,17 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``tokenizer`` returns the JSON of Hugging Face's `tokenizers`."""
+        """``tokenizer`` returns the JSON of Hugging Face's `tokenizers`.
+
+        ``cpu_clock``: seconds of CPU time that the calling thread has taken.
+        """
+        self._cpu_clock = cpu_clock
         self._ends = sorted(eos_token_ids)
         self._vocabulary = cache(lambda: vocabulary_of(tokenizer()))
         self._vocab_size = vocab_size
@@ -81,7 +95,8 @@ class Grammars:
         except Exception as error:  # GBNF's reader raises whatever it likes
             problem = f"response_format: {constraint.kind}: {error}"[:_SHOWN]
             raise RequestError(problem, "response_format", "invalid_value") from error
-        matcher = Matcher(self._copy(grammar, constraint.kind), constraint.after, self._ends)
+        compiled = self._copy(grammar, constraint.kind)
+        matcher = Matcher(compiled, constraint.after, self._ends, self._cpu_clock)
         for token_id in answer:
             matcher.advance(token_id)
         return matcher
@@ -115,8 +130,16 @@ class Grammars:
 class Matcher:
     """One answer's place in its grammar. One thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, after: tuple[int, ...], ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        after: tuple[int, ...],
+        ends: Sequence[int],
+        cpu_clock: Callable[[], float],
+    ) -> None:
         self._matcher = matcher
+        self._cpu_clock = cpu_clock
+        self._cpu_left_s = _PATIENCE_S
         self._after = after
         self._ends = list(ends)
         self._tail: tuple[int, ...] = ()
@@ -134,7 +157,9 @@ class Matcher:
         """
         if not self._begun or self.complete or self._matcher.is_error():
             return logits  # `advance` tells of an error
+        begun_s = self._cpu_clock()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._cpu_left_s -= self._cpu_clock() - begun_s
         allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
         if allowed[self._ends[0]]:
             allowed[self._ends] = True
@@ -147,8 +172,17 @@ class Matcher:
     def advance(self, token_id: int) -> None:
         """The answer's next token.
 
-        Raises RequestError where the grammar does not allow it, or is too large to go on.
+        Raises RequestError where the grammar does not allow it, is too large to go on, or takes too
+        long.
         """
+        self._cpu_left_s += _TOKEN_S
+        if self._cpu_left_s < 0:
+            raise RequestError(
+                "response_format: to find what may follow takes more than "
+                f"{1000 * _TOKEN_S:g} ms a token, for which other answers wait; rewrite what is "
+                "ambiguous: a repetition as left recursion, alternatives without common texts",
+                "response_format",
+            )
         if not self._begun:
             self._tail = (*self._tail, token_id)[-len(self._after) :]
             self._begun = self._tail == self._after

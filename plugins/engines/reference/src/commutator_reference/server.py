@@ -112,6 +112,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             kv_capacity_blocks=num_blocks,
+            caches_prefixes=config.prefix_caching,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,

@@ -54,6 +54,7 @@ def engine_info(
         max_model_len=min([server.max_req_input_len, *lengths]),
         block_size=server.page_size,
         kv_capacity_blocks=ranks * (server.max_total_num_tokens // server.page_size),
+        caches_prefixes=not server.disable_radix_cache,
         data_parallel_size=ranks,
         kv_events=given_events or event_source(server.kv_events, url),
         continues_answers=True,

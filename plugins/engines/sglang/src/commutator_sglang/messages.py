@@ -88,6 +88,7 @@ class ServerInfo(msgspec.Struct):
     kv_cache_dtype: str = "auto"
     tp_size: int = 1
     dp_size: int = 1
+    disable_radix_cache: bool = False
     disaggregation_mode: str = "null"
     disaggregation_transfer_backend: str = ""
     disaggregation_bootstrap_port: int | None = None

@@ -153,6 +153,7 @@ class SimEngine(TokenEngine):
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             kv_capacity_blocks=config.kv_capacity_blocks,
+            caches_prefixes=config.prefix_caching,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             operations=config.operations,

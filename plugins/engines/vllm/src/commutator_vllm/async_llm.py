@@ -189,6 +189,7 @@ def _info(llm: Any, args: Any, host: str) -> EngineInfo:
         block_size=cache.hash_block_size or cache.block_size,
         capacity_blocks=cache.num_gpu_blocks,
         ranks=len(llm.engine_core.engine_ranks_managed),
+        caches_prefixes=bool(cache.enable_prefix_caching),
     )
     sources = {
         str(rank): msgspec.convert(source, KvEventSource, from_attributes=True)

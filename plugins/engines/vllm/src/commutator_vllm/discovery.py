@@ -65,6 +65,7 @@ class CacheFacts:
     """Tokens in one block of KV events."""
     capacity_blocks: int
     ranks: int
+    caches_prefixes: bool = True
 
 
 NO_CACHE = CacheFacts(block_size=16, capacity_blocks=0, ranks=1)
@@ -101,6 +102,7 @@ def engine_info(
         max_model_len=max_model_len,
         block_size=facts.block_size,
         kv_capacity_blocks=facts.capacity_blocks,
+        caches_prefixes=facts.caches_prefixes,
         data_parallel_size=facts.ranks,
         kv_events=events,
         continues_answers=True,
@@ -163,14 +165,15 @@ def _at_host(endpoint: str, url: str) -> str:
 
 def cache_facts(page: str) -> CacheFacts | None:
     """None when the page has no `vllm:cache_config_info`, or the server is still starting."""
-    blocks, size, ranks = 0, 0, 0
+    blocks, size, ranks, caches = 0, 0, 0, True
     for name, labels, _ in _samples(page):
         if name == "vllm:cache_config_info":
             blocks += _number(labels.get("num_gpu_blocks"))
             hashed = _number(labels.get("hash_block_size"))
             size = hashed or _number(labels.get("block_size"))
             ranks += 1
-    return CacheFacts(size, blocks, ranks) if blocks and size else None
+            caches &= labels.get("enable_prefix_caching") != "False"
+    return CacheFacts(size, blocks, ranks, caches) if blocks and size else None
 
 
 def engine_load(page: str, facts: CacheFacts) -> EngineLoad:

@@ -72,7 +72,7 @@ class _Mounted(MountedProtocol):
 
     async def _messages(self, call: Call) -> None:
         from commutator.frontend import answer, read_object
-        from commutator_anthropic.reading import read_request
+        from commutator_anthropic.reading import read_request, without_lifetimes
         from commutator_anthropic.writer import MessageWriter
 
         async def serving() -> None:
@@ -80,6 +80,9 @@ class _Mounted(MountedProtocol):
             async with limit:
                 asked = read_request(await read_object(call), server_tools=self._server_tools)
                 _name_ignored(call, asked.ignored)
+                generate = asked.generate
+                if not call.principal.may("pin"):
+                    generate = without_lifetimes(generate)
 
                 def writer(plan: Plan) -> MessageWriter:
                     longest = plan.requests[0].sampling.max_tokens
@@ -87,10 +90,11 @@ class _Mounted(MountedProtocol):
                         call.request_id,
                         plan.model,
                         plan.prompt_tokens,
-                        fills_context=longest < (asked.generate.max_tokens or 0),
+                        fills_context=longest < (generate.max_tokens or 0),
+                        marked_tokens=_marked_tokens(plan, call.services),
                     )
 
-                await answer(call, asked.generate, writer, limit)
+                await answer(call, generate, writer, limit)
 
         await call.traced("chat", serving())
 
@@ -107,6 +111,17 @@ class _Mounted(MountedProtocol):
                 prompts, salt = services.preprocessors[name], salted(principal, None)
                 prompt = await conversation_prompt(prompts, conversation, salt)
         await call.reply([_encode({"input_tokens": len(prompt.token_ids)})])
+
+
+def _marked_tokens(plan: Plan, services: FrontendServices) -> int:
+    """Prompt tokens up to the last mark, as far as they fill blocks that a worker caches."""
+    (request,) = plan.requests
+    block_size = services.dispatcher.cached_block_size(plan.model)
+    if not request.retention or block_size is None:
+        return 0
+    tokens = len(request.token_ids)
+    last = max(tokens if mark.tokens is None else mark.tokens for mark in request.retention)
+    return last // block_size * block_size
 
 
 def _name_ignored(call: Call, ignored: Sequence[str]) -> None:

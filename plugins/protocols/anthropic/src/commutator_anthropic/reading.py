@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from attrs import define, field
+from attrs import define, evolve, field
 
 from commutator.contract.conversation import (
     Conversation,
@@ -27,7 +27,7 @@ from commutator.contract.conversation import (
     ToolChoice,
     ToolResult,
 )
-from commutator.contract.request import Constraint
+from commutator.contract.request import Constraint, KvRetention
 from commutator.frontend import thinking_variables
 from commutator.frontend.values import (
     not_served,
@@ -45,9 +45,11 @@ would keep all that follows it out of every cache."""
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOPS = 16
 _MAX_NAME = 256
+_LIFETIMES_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
+"""Of ``cache_control.ttl``."""
 
 _WITHOUT_EFFECT = frozenset({
-    *("anthropic_beta", "betas", "cache_control", "container", "context_management"),
+    *("anthropic_beta", "betas", "container", "context_management"),
     *("diagnostics", "inference_geo", "mcp_servers", "metadata", "service_tier", "speed"),
 })  # fmt: skip
 """Fields of the API that change nothing here; those of no API at all are ignored as well."""
@@ -91,7 +93,12 @@ def read_request(body: Mapping[str, Any], *, server_tools: Literal["leave_out", 
         user=None if user is None else str(user)[:_MAX_NAME],
         session_id=_session(user),
         constraint=_constraint(given),
-        params={"stop": "stop_sequences", "constraint": "output_config.format"},
+        retention=_mark(given, ""),
+        params={
+            "stop": "stop_sequences",
+            "constraint": "output_config.format",
+            "retention": "cache_control",
+        },
     )
     if generate.top_p == 0:  # the likeliest token alone
         generate.top_p, generate.top_k = None, 1
@@ -104,12 +111,13 @@ def read_conversation(
     """What is said and the tools, as count_tokens has them, too; and the fields without effect."""
     given = without_nulls(body)
     ignored = sorted(given.keys() - _READ)
-    system = _system(given.get("system"))
+    listed = optional(given, "tools", list, "a list of tools") or []
+    system = _system(given.get("system"), _last_mark(listed, "tools"))
     entries = required(given, "messages", list, "a list of messages")
     messages = [one for i, entry in enumerate(entries) for one in _messages(entry, i)]
     if not messages:
         raise wrong("messages", "expected at least one message")
-    tools, left_out = _tools(optional(given, "tools", list, "a list of tools") or [], server_tools)
+    tools, left_out = _tools(listed, server_tools)
     if left_out:
         ignored.append("tools")
     variables = _template_variables(given, ignored)
@@ -128,15 +136,18 @@ def read_conversation(
 # ------------------------------------------------------------------------ what was said
 
 
-def _system(value: Any) -> list[Message]:
+def _system(value: Any, of_tools: KvRetention | None) -> list[Message]:
+    """``of_tools``: the mark of a tool, which templates show beside it."""
     if value is None:
         return []
+    mark = of_tools
     if isinstance(value, str):
         blocks = [value]
     else:
         blocks = [_text_of(block, f"system.{i}") for i, block in enumerate(_list(value, "system"))]
+        mark = _last_mark(value, "system") or of_tools
     said = "\n".join(block for block in blocks if not block.startswith(_BILLING))
-    return [Message(role="system", content=said)] if said else []
+    return [Message(role="system", content=said, retention=mark)] if said else []
 
 
 def _messages(entry: Any, place: int) -> Iterator[Message]:
@@ -153,21 +164,28 @@ def _messages(entry: Any, place: int) -> Iterator[Message]:
         return
     parts: list[Part] = []
     of_results: list[Part] = []
+    mark: KvRetention | None = None
     for i, block in enumerate(_list(content, f"{path}.content")):
         part = _part(block, speaker, f"{path}.content.{i}")
         if isinstance(part, ToolResult):
             pictures = [one for one in part.parts if isinstance(one, Media)]
             texts = [one for one in part.parts if not isinstance(one, Media)]
-            yield Message(role="tool", content=[ToolResult(call_id=part.call_id, parts=texts)])
+            yield Message(
+                role="tool",
+                content=[ToolResult(call_id=part.call_id, parts=texts)],
+                retention=_mark_of_result(block, f"{path}.content.{i}"),
+            )
             of_results += pictures  # a tool's message is text: the user shows its pictures
-        elif part is not None:
+            continue
+        mark = _mark(block, f"{path}.content.{i}") or mark
+        if part is not None:
             parts.append(part)
     parts = [*of_results, *parts]
     if parts and all(isinstance(part, Text) for part in parts):
         said = "\n".join(part.text for part in parts if isinstance(part, Text))
-        yield Message(role=speaker, content=said)
+        yield Message(role=speaker, content=said, retention=mark)
     elif parts:
-        yield Message(role=speaker, content=parts)
+        yield Message(role=speaker, content=parts, retention=mark)
 
 
 def _part(block: Any, role: Speaker, path: str) -> Part | None:
@@ -237,6 +255,49 @@ def _media(block: Mapping[str, Any], kind: str, path: str) -> Text | Media:
         digest = hashlib.sha256(data.encode()).hexdigest()
         return Media(kind=name, digest=digest, url=f"data:{media_type};base64,{data}")
     raise not_served(f"{path}.source.type", f"{shown(what)} is not served")
+
+
+# ------------------------------------------------------------------------- what is marked
+
+
+def without_lifetimes(generate: Generate) -> Generate:
+    """With marks that only say where they are: of a client that may not have its blocks kept."""
+    conversation = generate.conversation
+    assert conversation is not None
+    messages = [
+        one if one.retention is None else evolve(one, retention=KvRetention())
+        for one in conversation.messages
+    ]
+    return evolve(
+        generate,
+        conversation=evolve(conversation, messages=messages),
+        retention=None if generate.retention is None else KvRetention(),
+    )
+
+
+def _mark(block: Any, path: str) -> KvRetention | None:
+    """``cache_control`` of a block, a tool or the request."""
+    given = block.get("cache_control") if isinstance(block, dict) else None
+    if given is None:
+        return None
+    place = f"{path}.cache_control".removeprefix(".")
+    if not isinstance(given, dict) or given.get("type") != "ephemeral":
+        raise wrong(place, f'expected {{"type": "ephemeral", ...}}, got {shown(given)}')
+    ttl = given.get("ttl")
+    if not isinstance(ttl, str | None) or ttl not in _LIFETIMES_S:
+        raise wrong(f"{place}.ttl", f'expected "5m" or "1h", got {shown(ttl)}')
+    return KvRetention(priority=1, ttl_s=_LIFETIMES_S[ttl])
+
+
+def _last_mark(blocks: Sequence[Any], path: str) -> KvRetention | None:
+    marks = [_mark(block, f"{path}.{i}") for i, block in enumerate(blocks)]
+    return next((mark for mark in reversed(marks) if mark is not None), None)
+
+
+def _mark_of_result(block: Mapping[str, Any], path: str) -> KvRetention | None:
+    content = block.get("content")
+    inner = _last_mark(content, f"{path}.content") if isinstance(content, list) else None
+    return _mark(block, path) or inner
 
 
 # ------------------------------------------------------------------------------- tools

@@ -58,13 +58,23 @@ class MessageWriter(AnswerWriter):
     ping = b": ping\n\n"  # a comment, as the first event is message_start
 
     def __init__(
-        self, request_id: str, model: str, prompt_tokens: int, *, fills_context: bool = False
+        self,
+        request_id: str,
+        model: str,
+        prompt_tokens: int,
+        *,
+        fills_context: bool = False,
+        marked_tokens: int = 0,
     ) -> None:
-        """``fills_context``: the longest answer is what is left of the model's context."""
+        """``fills_context``: the longest answer is what is left of the model's context.
+
+        ``marked_tokens``: the beginning of the prompt that its client wants cached, and that is.
+        """
         self._id = f"msg_{request_id}"
         self._model = model
         self._prompt_tokens = prompt_tokens
         self._fills_context = fills_context
+        self._marked_tokens = marked_tokens
         self._blocks = 0
         self._open: dict[str, Any] | None = None
         """The block whose pieces come now, as it will be in a whole answer."""
@@ -83,7 +93,7 @@ class MessageWriter(AnswerWriter):
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return (
             (b"" if self._begun else self._start())
-            + _event({"type": "message_delta", "delta": delta, "usage": _usage(usage)})
+            + _event({"type": "message_delta", "delta": delta, "usage": self._usage(usage)})
             + _event({"type": "message_stop"})
         )
 
@@ -100,7 +110,7 @@ class MessageWriter(AnswerWriter):
         return self._kept_bytes
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        yield _encode(self._message(self._kept, _usage(usage)))
+        yield _encode(self._message(self._kept, self._usage(usage)))
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -117,8 +127,14 @@ class MessageWriter(AnswerWriter):
     def _start(self) -> bytes:
         self._begun = True
         self.ping = _event({"type": "ping"})
-        used = Usage(prompt_tokens=self._prompt_tokens, completion_tokens=0, cached_tokens=0)
-        return _event({"type": "message_start", "message": self._message([], _usage(used))})
+        message = self._message([], _counts(self._prompt_tokens))
+        return _event({"type": "message_start", "message": message})
+
+    def _usage(self, usage: Usage) -> dict[str, int]:
+        found = usage.cached_tokens
+        created = max(0, self._marked_tokens - found)
+        new = usage.prompt_tokens - found - created
+        return _counts(new, created=created, found=found, output=usage.completion_tokens)
 
     def _said(self, event: AnswerEvent) -> Iterator[dict[str, Any]]:
         match event:
@@ -191,13 +207,13 @@ def _object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"_": found}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _counts(new: int, *, created: int = 0, found: int = 0, output: int = 0) -> dict[str, int]:
     """The three counts of input add up to the prompt."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
+        "input_tokens": new,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": found,
+        "output_tokens": output,
     }
 
 
