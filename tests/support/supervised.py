@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from commutator.contract.engine import (
     EngineClient,
@@ -89,9 +90,16 @@ class IdleLauncher(Launcher):
 class FakeProcess(LaunchedProcess):
     """Lives until the test calls ``die`` or its supervisor stops it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_of_time: float | None = None) -> None:
         self.ended = asyncio.Event()
         self.stopped = False
+        self._cpu_of_time = cpu_of_time
+        self._began_s = time.monotonic()
+
+    def cpu_s(self) -> float | None:
+        if self._cpu_of_time is None:
+            return None
+        return self._cpu_of_time * (time.monotonic() - self._began_s)
 
     def die(self) -> None:
         self.ended.set()
@@ -112,6 +120,8 @@ class FakeLauncher(IdleLauncher):
         self.processes: list[FakeProcess] = []
         self.plans: list[LaunchPlan] = []
         """Of the processes, in the same order."""
+        self.cpu_of_time: float | None = None
+        """Of the processes that are started from now on."""
         self._port = 1000
 
     def listen_at(self, *, loopback: bool = False) -> tuple[str, int]:
@@ -121,6 +131,6 @@ class FakeLauncher(IdleLauncher):
     async def start(self, name: str, plan: LaunchPlan) -> FakeProcess:
         if plan.argv == ("/no/such/program",):
             raise FileNotFoundError(2, "No such file or directory", plan.argv[0])
-        self.processes.append(FakeProcess())
+        self.processes.append(FakeProcess(self.cpu_of_time))
         self.plans.append(plan)
         return self.processes[-1]

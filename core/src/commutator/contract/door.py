@@ -80,9 +80,10 @@ class FrontendConfig:
         "Front-door processes that share the ports.", 1, takes_effect="live"
     )
     max_concurrent_requests: PositiveInt = setting(
-        "Requests served at the same time by one front-door process, which this protects; requests "
-        "that wait for a worker (`router.busy`) do not count.",
-        256,
+        "Requests served at the same time by one front-door process, whose memory this protects, "
+        "some 100 KB each and what their prompts take: as many as connections. How many workers "
+        "have is for `router.busy`, and requests that wait there do not count.",
+        4096,
         takes_effect="live",
     )
     max_queued_requests: NonNegativeInt = setting(
@@ -95,8 +96,10 @@ class FrontendConfig:
         validator=_are_header_names,
     )
     request_timeout_s: PositiveSeconds = setting(
-        "A request that takes longer is answered 504; the header X-Request-Timeout-S lowers it.",
-        600.0,
+        "A request that takes longer is answered 504, so that none is served for ever: longer than "
+        "the longest answer, of 32,000 tokens at 10 a second. The header X-Request-Timeout-S "
+        "lowers it.",
+        3600.0,
         takes_effect="new requests",
     )
     max_logprobs: PositiveInt = setting(

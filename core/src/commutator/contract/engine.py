@@ -74,7 +74,10 @@ class EngineConfig:
         "both",
     )
     start_timeout_s: PositiveSeconds = setting(
-        "Give a starting worker this long to answer before it is started anew.", 300.0
+        "A worker that starts and does not answer is started anew after this time in which it used "
+        "the CPU for less than a twentieth, or after 12 times as long, so that one may load and "
+        "compile; likewise one that has answered and does not any more, whatever it does.",
+        300.0,
     )
 
 

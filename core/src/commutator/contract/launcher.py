@@ -84,6 +84,10 @@ class LaunchedProcess(ABC):
         for one that has ended already, because its children may still run.
         """
 
+    def cpu_s(self) -> float | None:
+        """CPU time of the process and its children, in seconds; None where it cannot be seen."""
+        return None
+
     async def end_when_it_hangs(self, ask: Callable[[], Awaitable[object]] | None = None) -> str:
         """Wait until the process hangs, end it by force, and return what it did.
 

@@ -13,7 +13,7 @@ from commutator.contract.launcher import LaunchedProcess, Launcher, LauncherCont
 from commutator.launcher import guard
 from commutator.launcher.guardian import MARK, Guardian
 from commutator.launcher.ports import PortPicker
-from commutator.launcher.pulse import until_it_hangs
+from commutator.launcher.pulse import until_it_hangs, vitals_of
 
 __all__ = ["LocalLauncher", "LocalProcess"]
 
@@ -131,6 +131,10 @@ class LocalProcess(LaunchedProcess):
                 self._transport.close()
             finally:
                 self._on_stopped(self)
+
+    def cpu_s(self) -> float:
+        ticks = sum(one.cpu_ticks for one in vitals_of(self.pid).values())
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     async def end_when_it_hangs(self, ask: Callable[[], Awaitable[object]] | None = None) -> str:
         problem = await until_it_hangs(self.pid, ask)

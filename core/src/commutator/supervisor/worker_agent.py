@@ -44,7 +44,12 @@ from commutator.trust import in_url, network_of_this_process
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 _POLL_S = 0.1
-
+_START_LOOKS = 20
+"""At the CPU time of a process that starts, within ``start_timeout_s``."""
+_START_WORKS = 0.05
+"""Of that time, the part in which it has to use the CPU to be given as much again."""
+_MOST_MORE = 11
+"""As often, at most: a process may also spin."""
 _STOP_GRACE_S = 10.0
 
 
@@ -263,10 +268,13 @@ class WorkerAgent:
         self, client: EngineClient, process: LaunchedProcess | None
     ) -> EngineInfo:
         limit_s = self._spec.config.start_timeout_s
+        loop = asyncio.get_running_loop()
+        began_s = looked_s = loop.time()
+        used_s = 0.0
         problem = "no answer"
         logged = process is not None  # a starting process does not answer yet
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 while True:
                     try:
                         return await client.start()
@@ -278,8 +286,17 @@ class WorkerAgent:
                         if process is None:
                             self._starts.waits(problem)
                     await asyncio.sleep(_POLL_S)
+                    if process is not None and loop.time() - looked_s > limit_s / _START_LOOKS:
+                        looked_s = loop.time()
+                        now_s = process.cpu_s()
+                        if now_s is not None and now_s - used_s > _START_WORKS * limit_s:
+                            used_s = now_s
+                            limit.reschedule(
+                                min(looked_s, began_s + _MOST_MORE * limit_s) + limit_s
+                            )
         except TimeoutError:
-            raise EngineError(f"not ready within {limit_s:g} s: {problem}") from None
+            waited_s = loop.time() - began_s
+            raise EngineError(f"not ready after {waited_s:.3g} s: {problem}") from None
 
     async def _watch(
         self,
