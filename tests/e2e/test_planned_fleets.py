@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from attrs import define, field
 from click.testing import CliRunner
 from tests.fault.test_two_front_doors import front_doors, index_of
@@ -210,6 +211,43 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lo
         assert 'commutator_planner_desired_workers{frontend="frontend-0",role="both"}' in page
         assert "commutator_planner_actions_total" in page
         assert (await health(cluster))["warnings"] == []
+
+
+async def test_a_fleet_of_encoders_follows_its_load(tmp_path: Path) -> None:
+    """Work is that of inputs alone, and an answer in time is one whose vectors came in time."""
+    engine = {"kind": "sim", "name": "w", "operations": ["embed"], "prefill_tokens_per_s": 1_000}
+    planner = {
+        "kind": "slo",
+        "interval_s": 0.5,
+        "start_up_s": 10,
+        "hold_s": 600,  # it need not shrink here
+        "bounds": {"both": [1, 3]},
+        "targets": {"ttft_s": 0.5},
+        "forecaster": None,
+    }
+    profile = tmp_path / "profile.yaml"
+    with LocalCluster({**DEPLOYMENT, "engines": [engine]}) as cluster:
+        said = await command(cluster, "profile", "--output", str(profile))
+        assert "it generates nothing" in said
+        measured = yaml.safe_load(profile.read_text())["planner"]["performance"]
+        assert measured["prefill_tokens_per_s"] == pytest.approx(1_000, rel=0.2)
+    config = {**DEPLOYMENT, "engines": [engine], "planner": {**planner, "performance": measured}}
+    with LocalCluster(config) as cluster:
+        async with aiohttp.ClientSession() as session:
+
+            async def client() -> None:
+                body = {"model": "m", "input": [[*range(100, 200)]]}
+                while len(await workers(cluster)) < 2:
+                    async with session.post(f"{cluster.url}/v1/embeddings", json=body) as answer:
+                        assert answer.status == 200
+
+            async with asyncio.timeout(120):
+                await asyncio.gather(*(client() for _ in range(12)))
+        said = await command(cluster, "history")
+        assert re.search(r"need [23] \(work \d", said), said
+        page = "\n".join(await metrics(cluster))
+        counted = re.findall(r"commutator_time_to_first_token_seconds_count\{.*\} (\d+)", page)
+        assert sum(map(int, counted)) >= 12
 
 
 @pytest.mark.long

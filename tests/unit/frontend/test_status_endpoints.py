@@ -64,6 +64,7 @@ async def test_live_ready_health() -> None:
                     "pid": None,
                     "host": "",
                     "block_size": 0,
+                    "operations": [],
                 }
             ],
             "requests": {"running": 0, "queued": 0},

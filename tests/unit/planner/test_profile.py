@@ -22,7 +22,7 @@ from commutator_sim.virtual import SimVirtualEngine
 from commutator_slo.cli.profile import _text
 from commutator_slo.config import SloConfig
 from commutator_slo.performance import Sample, fit
-from commutator_slo.profile import Answered, Profile, profile
+from commutator_slo.profile import Answered, Profile, profile, profile_inputs
 
 
 @define
@@ -86,6 +86,28 @@ def test_the_fit_is_within_3_percent_of_a_simulated_workers_own_parameters(
         assert step_s == pytest.approx(true.step_s + requests * true.step_request_s, rel=0.03)
     assert made.fit.residual < 0.05
     assert sender.took_s < 120
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(200, 50_000), st.floats(0.001, 0.05), st.integers(8, 8192))
+def test_a_worker_that_makes_vectors_is_measured_by_its_inputs(
+    tokens_per_s: float, beside_s: float, longest: int
+) -> None:
+    asked: list[int] = []
+
+    async def send(inputs: int, tokens: int) -> float:
+        assert tokens <= longest
+        asked.append(inputs * tokens)
+        return beside_s + inputs * tokens / tokens_per_s
+
+    made = asyncio.run(profile_inputs(send, longest=longest))
+    found = made.fit.performance.prefill_tokens_per_s
+    assert found == pytest.approx(tokens_per_s, rel=0.03)
+    assert made.fit.first_token_s == pytest.approx(beside_s, rel=0.1)
+    assert max(asked) <= 16_384
+    text = _text(made, {"worker_id": "e-0", "model": "m"}, datetime.now(UTC))
+    assert "it generates nothing" in text
+    assert yaml.safe_load(text)["planner"]["performance"]["step_s"] > 0
 
 
 def test_what_no_sample_tells_stays_where_the_fit_began() -> None:

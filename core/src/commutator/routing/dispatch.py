@@ -301,7 +301,7 @@ class Dispatch:
                 self._cached_tokens = delta.cached_tokens
             else:  # hits at later workers are not hits of the client's prompt
                 delta = evolve(delta, cached_tokens=None)
-        if delta.token_ids:
+        if delta.token_ids or delta.vectors:
             if not self._generated:
                 ttft_s = time.perf_counter() - self._started_s
                 self._routing.host.request_first_token(self.summary, current.worker_id, ttft_s)

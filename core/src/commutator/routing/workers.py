@@ -276,6 +276,8 @@ class WorkerStatus:
     """The name of the host that runs it; empty without one."""
     block_size: int = 0
     """Tokens in one of its KV blocks."""
+    operations: tuple[str, ...] = ()
+    """What it can be asked: generate, embed, ..."""
 
 
 def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
@@ -297,6 +299,7 @@ def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
         record.info.pid,
         record.host,
         record.info.block_size,
+        record.info.operations,
     )
 
 

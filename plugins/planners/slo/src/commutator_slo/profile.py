@@ -1,7 +1,8 @@
 """Which requests tell how fast a worker is, and what they tell.
 
-A prompt of each length from ``FIRST_PROMPT_TOKENS`` on, doubled until one takes too long; the
-longest of them again; then batches of 1, 2, 4, ... requests that decode together.
+Of workers that generate, a prompt of each length from ``FIRST_PROMPT_TOKENS`` on, doubled until one
+takes too long; the longest of them again; then batches of 1, 2, 4, ... requests that decode
+together. Of workers that only make vectors, requests with more and more tokens.
 """
 
 from __future__ import annotations
@@ -107,6 +108,42 @@ async def profile(send: Send, *, longest: int, most_requests: int) -> Profile:
         itl_s = max(one.itl_s for one in batch)
         requests *= 2
     return _profiled(answers)
+
+
+SendInputs = Callable[[int, int], Awaitable[float]]
+"""Sends one request with so many inputs of so many tokens, and returns the seconds that it took.
+
+The worker has no other. Raises CommutatorError.
+"""
+
+
+async def profile_inputs(send: SendInputs, *, longest: int) -> Profile:
+    """Measure a worker that makes vectors; ``longest``: of one input, in tokens.
+
+    Of steps, which no token needs, the profile says where the fit begins.
+    """
+    each = min(FIRST_PROMPT_TOKENS, longest)
+    await send(1, each)  # the first request of all is not like the others
+    taken_s: dict[int, list[float]] = {}
+    inputs = 1
+    while inputs * each <= _MOST_PROMPT_TOKENS:
+        taken_s[inputs] = [await send(inputs, each)]
+        if taken_s[inputs][0] > _LONGEST_TTFT_S:
+            break
+        inputs *= 2
+    for _ in range(_REPEATS - 1):
+        for inputs in [*taken_s][-_LENGTHS:]:
+            taken_s[inputs].append(await send(inputs, each))
+    samples = [
+        Sample(seconds=seconds, prompt_tokens=inputs * each, first_tokens=1)
+        for inputs, found in taken_s.items()
+        for seconds in found
+    ]
+    return Profile(
+        fit=fit(samples, _START),
+        ttft_s=[(inputs * each, median(found)) for inputs, found in taken_s.items()],
+        itl_s=(),
+    )
 
 
 def _profiled(answers: Sequence[Sequence[Answered]]) -> Profile:

@@ -17,9 +17,10 @@ import click
 import yaml
 from attrs import define
 
+from commutator import Operation
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
-from commutator_slo.profile import Answered, Profile, profile
+from commutator_slo.profile import Answered, Profile, profile, profile_inputs
 
 _TOKEN_IDS = (100, 20_000)
 """Drawn from these, and below the size of the vocabulary; few of them are special."""
@@ -51,13 +52,14 @@ _LEAST_DIGITS = 4
 def profile_command(door: FrontDoor, output: Path, model: str | None, most_requests: int) -> None:
     """Measure how fast a worker is, and write it for `planner.performance`.
 
-    Takes about a minute. The model must have one worker that gets requests, without others.
+    Takes about a minute. The model must have one worker that gets requests, without others. One
+    that generates nothing is asked for vectors.
     """
     worker = _only_worker(door, model)
     shown = next(one for one in door.call("/v1/models")[1]["data"] if one["id"] == worker["model"])
     longest = int(shown["max_model_len"])
     began_s = time.monotonic()
-    made = asyncio.run(_measure(door, worker["model"], longest, most_requests))
+    made = asyncio.run(_measure(door, worker, longest, most_requests))
     click.echo(f"measured {worker['worker_id']} for {time.monotonic() - began_s:.0f} s")
     for line in _lines(made):
         click.echo(line)
@@ -86,7 +88,15 @@ def _only_worker(door: FrontDoor, model: str | None) -> dict[str, Any]:
     return worker
 
 
-async def _measure(door: FrontDoor, model: str, longest: int, most_requests: int) -> Profile:
+async def _measure(
+    door: FrontDoor, worker: dict[str, Any], longest: int, most_requests: int
+) -> Profile:
+    can, model = worker["operations"], worker["model"]
+    if not {Operation.GENERATE, Operation.EMBED} & {*can}:
+        raise CommutatorError(
+            f"{worker['worker_id']} neither generates nor embeds, but {', '.join(can)}: measure "
+            "it yourself, and set planner.performance"
+        )
     headers = {"Authorization": f"Bearer {door.api_key}"} if door.api_key else {}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     connections = aiohttp.TCPConnector(limit=0)
@@ -94,12 +104,14 @@ async def _measure(door: FrontDoor, model: str, longest: int, most_requests: int
         door.url, headers=headers, timeout=timeout, connector=connections
     ) as session:
         sender = _HttpSender(session, model, random.Random())  # noqa: S311 - guards nothing
+        if Operation.GENERATE not in can:
+            return await profile_inputs(sender.embed, longest=longest)
         return await profile(sender, longest=longest, most_requests=most_requests)
 
 
 @define
 class _HttpSender:
-    """Sends completions of random tokens, which no cache holds."""
+    """Sends random tokens, which no cache holds."""
 
     session: aiohttp.ClientSession
     model: str
@@ -108,10 +120,27 @@ class _HttpSender:
     async def __call__(self, requests: int, prompt_tokens: int, tokens: int) -> Sequence[Answered]:
         return await asyncio.gather(*(self._one(prompt_tokens, tokens) for _ in range(requests)))
 
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(*_TOKEN_IDS) for _ in range(tokens)]
+
+    async def embed(self, inputs: int, tokens: int) -> float:
+        """Seconds of one request for the vectors of ``inputs``, each of ``tokens``."""
+        body = {"model": self.model, "input": [self._prompt(tokens) for _ in range(inputs)]}
+        sent_s = time.perf_counter()
+        try:
+            async with self.session.post("/v1/embeddings", json=body) as answer:
+                if answer.status != HTTPStatus.OK:
+                    text = (await answer.text())[:500]
+                    raise CommutatorError(f"/v1/embeddings answered {answer.status}: {text}")
+                await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CommutatorError(f"/v1/embeddings: {type(error).__name__}: {error}") from error
+        return time.perf_counter() - sent_s
+
     async def _one(self, prompt_tokens: int, tokens: int) -> Answered:
         body = {
             "model": self.model,
-            "prompt": [self.rng.randrange(*_TOKEN_IDS) for _ in range(prompt_tokens)],
+            "prompt": self._prompt(prompt_tokens),
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
@@ -151,13 +180,16 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any
 
 def _lines(made: Profile) -> list[str]:
     speed = made.fit.performance
-    return [
-        "first token: "
-        + ", ".join(f"{tokens} tokens {s * 1000:.0f} ms" for tokens, s in made.ttft_s),
+    steps = [
         "between tokens: "
         + ", ".join(f"{requests} at once {s * 1000:.1f} ms" for requests, s in made.itl_s),
-        f"fit: {speed.prefill_tokens_per_s:,.0f} prompt tokens/s",
         f"fit: a step {speed.step_s * 1e3:.2f} ms + {speed.step_request_s * 1e3:.3f} ms a request",
+    ]
+    return [
+        f"{'first token' if made.itl_s else 'vectors'}: "
+        + ", ".join(f"{tokens} tokens {s * 1000:.0f} ms" for tokens, s in made.ttft_s),
+        f"fit: {speed.prefill_tokens_per_s:,.0f} prompt tokens/s",
+        *(steps if made.itl_s else ["it generates nothing: step_s was not measured"]),
         f"error: {made.fit.residual:.1%}, of {made.fit.samples:.0f} samples",
     ]
 
