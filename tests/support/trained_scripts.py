@@ -168,6 +168,18 @@ _FAMILIES = (
         ),
     ),
     Family(
+        name="glm_4_7",
+        template="GLM-4.7-Flash",
+        end="<|user|>",
+        call_end="<|observation|>",
+        special=_tokens("[gMASK] <sop> <|system|> <|assistant|>"),
+        added=_tokens(
+            "<think> </think> <tool_call> </tool_call> <tool_response> "
+            "</tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
+        ),
+        begins_thinking=True,
+    ),
+    Family(
         name="minimax_m2",
         template="MiniMax-M2",
         end="[e~[",

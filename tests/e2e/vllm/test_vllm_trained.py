@@ -34,6 +34,7 @@ PARSERS: Mapping[str, tuple[str, str | None]] = {
     "minimax_m2": ("minimax_m2", "minimax_m2"),
     "gemma4": ("gemma4", "gemma4"),
     "kimi_k2": ("kimi_k2", "kimi_k2"),
+    "glm_4_7": ("glm47", "glm47"),
 }
 """vLLM's own, of tools and reasoning."""
 _HELD = (
@@ -54,6 +55,8 @@ _APPENDS = (
     "takes for unsafe and refuses"
 )
 _SPACE = "vLLM's server keeps line breaks beside the markers of thoughts and calls"
+ANY = "any"
+"""What differs where a model is asked for what it was not trained to say."""
 DIFFERENT: Mapping[tuple[str, str, str], str] = {
     ("hermes", "*", "white space"): _SPACE,
     ("hermes", "schema", "reasoning"): _HELD,
@@ -64,7 +67,7 @@ DIFFERENT: Mapping[tuple[str, str, str], str] = {
         "the marker before a forced call is part of our prompt, and of their answer"
     ),
     ("qwen3_coder", "*", "white space"): _SPACE,
-    ("qwen3_coder", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("qwen3_coder", "forced-tool-choice", ANY): _PASSED_ON,
     ("qwen3_coder", "schema", "not the script"): _NO_LINES,
     ("llama3_json", "empty-args", "no answer"): (
         "of a call without arguments vLLM's server streams none, not even an empty object"
@@ -73,21 +76,18 @@ DIFFERENT: Mapping[tuple[str, str, str], str] = {
     ("mistral", "tool-result-followup", "no answer"): (
         "vLLM's server refuses ids of calls that the template does not take; we shorten them"
     ),
-    ("mistral", "forced-tool-choice", "not the script"): _PASSED_ON,
-    ("mistral", "forced-tool-choice", "white space"): _PASSED_ON,
+    ("mistral", "forced-tool-choice", ANY): _PASSED_ON,
     ("minimax_m2", "*", "white space"): _SPACE,
-    ("minimax_m2", "forced-tool-choice", "not the script"): _PASSED_ON,
-    ("minimax_m2", "forced-tool-choice", "no answer of ours"): _PASSED_ON,
-    ("minimax_m2", "forced-tool-choice", "no answer"): _PASSED_ON,
+    ("minimax_m2", "forced-tool-choice", ANY): _PASSED_ON,
     ("minimax_m2", "schema", "not the script"): _NO_LINES,
-    ("kimi_k2", "forced-tool-choice", "not the script"): _PASSED_ON,
+    ("kimi_k2", "forced-tool-choice", ANY): _PASSED_ON,
     ("kimi_k2", "schema", "reasoning"): _HELD,
     ("kimi_k2", "schema", "content"): _HELD,
     ("kimi_k2", "tool-result-followup", "no answer"): _APPENDS,
     ("kimi_k2", "result", "no answer"): _APPENDS,
     ("kimi_k2", "two results", "no answer"): _APPENDS,
 }
-"""Family, turn ("*": any) and what differs, whole or streamed: why."""
+"""Family, turn ("*": any one) and what differs, whole or streamed: why."""
 
 
 @pytest.fixture(scope="module", params=PARSERS)
@@ -119,8 +119,7 @@ def test_answers_are_those_of_vllms_own_server(name: str, cluster: LocalCluster)
     (url,) = server_urls(cluster).values()
     ours = partial(ask_chat, cluster.url, "m")
     theirs = partial(ask_chat, url, "m", api_key=api_key_at(url) or "-", strict=False)
-    known = turns(FAMILIES[name])
-    asked = [(turn, how) for turn in known for how in (False, True)]
+    asked = [(turn, how) for turn in turns(FAMILIES[name]) for how in (False, True)]
     with ThreadPoolExecutor(2 * len(asked)) as pool:  # one step computes them all
         answers = [
             (
@@ -133,8 +132,9 @@ def test_answers_are_those_of_vllms_own_server(name: str, cluster: LocalCluster)
     different = dict[tuple[str, str, str], object]()
     for (turn, streamed), (one, other) in zip(asked, found, strict=True):
         for what in differences(one, other, turn.said):
-            anywhere = (name, "*", what)
-            where = anywhere if anywhere in DIFFERENT else (name, turn.name, what)
+            exact = (name, turn.name, what)
+            explained = ((name, turn.name, ANY), (name, "*", what), exact)
+            where = next((key for key in explained if key in DIFFERENT), exact)
             different[where] = (streamed, one, other)
     for where, found_there in different.items():
         print(where, found_there)
