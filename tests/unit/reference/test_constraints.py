@@ -167,6 +167,30 @@ def test_a_grammar_that_grows_too_large_is_the_requests_fault(
     grammars.close()
 
 
+def digits_in_a_row(constraint: Constraint, begin: str) -> int:
+    """How many an answer has that writes them as long as it may."""
+    matcher, logits = GRAMMARS.matcher(constraint), torch.zeros(TEXT.vocab_size)
+    for token_id in TEXT.encode(begin, add_special_tokens=False):
+        matcher.advance(token_id)
+    digit, count = TEXT.encode("7", add_special_tokens=False)[0], 0
+    while count < 100 and matcher.allow(logits, logits)[digit].isfinite():
+        matcher.advance(digit)
+        count += 1
+    return count
+
+
+def test_numbers_have_a_bound_and_texts_of_digits_have_none() -> None:
+    anything, number = of("json_object", ""), of("json_schema", '{"type": "number"}')
+    assert digits_in_a_row(anything, '{"a\\"": ') == 40
+    assert digits_in_a_row(anything, '{"a": [12, ') == 40
+    assert digits_in_a_row(anything, '{"a": 1.') == 40
+    assert digits_in_a_row(number, "") == 40
+    assert digits_in_a_row(anything, '{"a": "') == 100
+    assert digits_in_a_row(anything, '{"a": "\\"') == 100
+    even = of("json_schema", '{"type": "integer", "multipleOf": 2}')
+    assert digits_in_a_row(even, "") == 100, "a number of sevens may not end"
+
+
 def test_a_grammar_that_takes_long_is_the_requests_fault() -> None:
     now_s = 0.0
 
@@ -189,8 +213,9 @@ def test_a_grammar_that_takes_long_is_the_requests_fault() -> None:
     grammars.close()
 
 
-def test_the_time_that_is_measured_is_that_of_masks() -> None:
+def test_the_time_that_is_measured_is_that_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a grammar whose derivations grow with the cube of the answer."""
+    monkeypatch.setattr("commutator_reference.constraints._PATIENCE_S", 0.1)
     matcher = GRAMMARS.matcher(of("lark", 'start: s\ns: s s s | s s | "a" | "b"'))
     logits = torch.zeros(TEXT.vocab_size)
     letters = [TEXT.encode(one, add_special_tokens=False)[0] for one in "ab"]
