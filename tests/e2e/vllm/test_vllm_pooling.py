@@ -35,7 +35,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
             config = {
                 "models": [{"name": "minilm", "source": SOURCE}],
                 "engines": [{"kind": "vllm", "url": url}],
-                "frontend": {"protocols": [{"kind": "openai"}, {"kind": "pooling"}]},
+                "frontend": {
+                    "protocols": [{"kind": "openai"}, {"kind": "pooling"}, {"kind": "kserve"}]
+                },
             }
             with LocalCluster(config) as cluster:
                 yield url, cluster.url
@@ -54,6 +56,16 @@ def test_equal_to_its_own(served: tuple[str, str]) -> None:
         expected, found = vectors(own, **asked), vectors(ours, **asked)
         assert found.shape == expected.shape
         assert np.abs(found - expected).max() < 1e-5
+
+
+def test_the_same_by_tensors(served: tuple[str, str]) -> None:
+    own, ours = served
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}
+    answer = httpx.post(f"{ours}/v2/models/minilm/infer", json={"inputs": [tensor]}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    (output,) = answer.json()["outputs"]
+    found = np.array(output["data"], dtype=np.float32).reshape(output["shape"])
+    assert np.abs(found - vectors(own, input=TEXTS)).max() < 1e-5
 
 
 def test_ranks_and_refuses(served: tuple[str, str]) -> None:

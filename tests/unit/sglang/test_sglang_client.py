@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import socket
+import struct
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,7 +18,13 @@ import pytest_asyncio
 from aiohttp import web
 from attrs import define, evolve, field
 
-from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.request import (
+    FinishReason,
+    GenerateRequest,
+    Pooling,
+    SamplingParams,
+    TokenDelta,
+)
 from commutator.contract.worker import EventSource
 from commutator.errors import (
     EngineError,
@@ -58,6 +66,7 @@ class FakeSglang:
     alive: bool = True
     mode: str = "null"
     events_config: str | None = None
+    generates: bool = True
     hangs: bool = False
     forgetful: int = 0
     """How many aborts the server ignores."""
@@ -77,7 +86,18 @@ class FakeSglang:
         app.router.add_get("/v1/loads", self.loads)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/v1/embeddings", self.embed)
         return app
+
+    async def embed(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        if self.status != 200:
+            return web.json_response({"error": {"message": "because"}}, status=self.status)
+        rows = [
+            {"index": number, "embedding": b64encode(struct.pack("<2f", number, 0.5)).decode()}
+            for number, _ in enumerate(self.asked[-1]["input"])
+        ]
+        return web.json_response({"data": rows[::-1]})
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.alive else 503)
@@ -91,7 +111,7 @@ class FakeSglang:
         })  # fmt: skip
 
     async def model_info(self, _: web.Request) -> web.Response:
-        answer = {"served_model_name": "m", "is_generation": True}
+        answer = {"served_model_name": "m", "is_generation": self.generates}
         return web.json_response(answer, status=200 if self.alive else 500)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -348,3 +368,31 @@ async def test_answers_that_are_forwarded(client: SglangClient, sglang: FakeSgla
         async with client.forward("/generate", b"{}", {}):
             pass
     assert sglang.asked[0] == {"any": 1}
+
+
+async def test_vectors_of_a_server_that_embeds(sglang: FakeSglang) -> None:
+    sglang.generates = False
+    client = SglangClient(sglang.url)
+    try:
+        assert (await client.start()).operations == ("embed",)
+        pooling = Pooling(operation="embed", lengths=(2, 1), dimensions=2)
+        request = evolve(REQUEST, pooling=pooling)
+        (delta,) = [one async for one in client.generate(request)]
+        assert struct.unpack("<4f", delta.vectors) == (0.0, 0.5, 1.0, 0.5)
+        assert delta.finish_reason is FinishReason.STOP
+        assert sglang.asked == [
+            {
+                "model": "m",
+                "input": [[1, 2], [3]],
+                "encoding_format": "base64",
+                "dimensions": 2,
+            }
+        ]
+        bare = evolve(request, pooling=evolve(pooling, activation=False))
+        with pytest.raises(RequestError, match="decides itself"):
+            [one async for one in client.generate(bare)]
+        sglang.status = 400
+        with pytest.raises(RequestError, match="because"):
+            [one async for one in client.generate(request)]
+    finally:
+        await client.close()

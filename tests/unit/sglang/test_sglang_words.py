@@ -222,8 +222,10 @@ def test_what_a_server_is() -> None:
     assert (info.kind, info.version, info.model) == ("sglang", "0.5.23", "m")
     assert (info.max_model_len, info.block_size, info.kv_capacity_blocks) == (2042, 16, 256)
     assert info.handover is None
-    with pytest.raises(EngineError, match="generates no text"):
-        engine_info("http://h:1", SERVER, ModelInfo("m", is_generation=False), models, None)
+    assert info.operations == ("generate",)
+    info = engine_info("http://h:1", SERVER, ModelInfo("m", is_generation=False), models, None)
+    assert info.operations == ("embed",)
+    assert not info.constraints
 
 
 def test_events_of_each_rank_at_the_host_of_the_server() -> None:

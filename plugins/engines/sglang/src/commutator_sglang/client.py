@@ -10,7 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
+import msgspec
+
+from commutator import (
+    EngineInfo,
+    EngineLoad,
+    EventSource,
+    FinishReason,
+    GenerateRequest,
+    Pooling,
+    TokenDelta,
+)
 from commutator.engine import DeltaStream
 from commutator.errors import (
     EngineError,
@@ -31,11 +41,14 @@ from commutator_sglang.discovery import UNIX_SOCKET, engine_info, engine_load, p
 from commutator_sglang.handover import ANSWER_WITHIN_S
 from commutator_sglang.messages import (
     ABORT,
+    EMBEDDINGS,
     GENERATE,
     DeltaReader,
+    Embeddings,
     Loads,
     ModelInfo,
     ServerInfo,
+    embeddings_body,
     request_body,
 )
 
@@ -74,7 +87,25 @@ class SglangClient(HttpEngineClient):
         events = self._given_events or _private_events_here(server)
         return engine_info(self.server.url, server, model, models, events)
 
+    async def _embed(
+        self, request: GenerateRequest, pooling: Pooling, model: str, stream: DeltaStream
+    ) -> None:
+        try:
+            answer = await self.server.post(EMBEDDINGS, embeddings_body(request, pooling, model))
+        except FailedAnswerError as failed:
+            raise await self.server.error_for(failed.status, str(failed)) from failed
+        async with answer:
+            data = await answer.read()
+        try:
+            vectors = msgspec.json.decode(data, type=Embeddings).vectors
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.server.where} sent no embeddings: {error}") from error
+        stream.feed(TokenDelta(finish_reason=FinishReason.STOP, vectors=vectors))
+
     async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        if request.pooling is not None:
+            await self._embed(request, request.pooling, model, stream)
+            return
         assert self._server_info is not None, "start comes first"
         generation = _Generation(self.server, self._server_info, request, stream)
         running = asyncio.create_task(generation.run())

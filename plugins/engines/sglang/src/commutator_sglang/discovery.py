@@ -12,10 +12,10 @@ from commutator import (
     EngineLoad,
     EventSource,
     KvTransferInfo,
+    Operation,
     OptionType,
     RequestOption,
 )
-from commutator.errors import EngineError
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_sglang.messages import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
@@ -38,15 +38,10 @@ def engine_info(
     models: ModelList,
     given_events: EventSource | None,
 ) -> EngineInfo:
-    """``given_events``, from the configuration, take precedence over the server's.
-
-    Raises EngineError when the model generates no text.
-    """
-    if not model.is_generation:
-        raise EngineError(f"the SGLang server at {url} serves a model that generates no text")
+    """``given_events``, from the configuration, take precedence over the server's."""
     lengths = [card.max_model_len for card in models.data if card.max_model_len is not None]
     ranks = server.dp_size if server.kv_events is None else server.kv_events.dp_size
-    return EngineInfo(
+    info = EngineInfo(
         kind="sglang",
         version=server.version,
         model=model.served_model_name,
@@ -65,6 +60,16 @@ def engine_info(
         request_options=_OPTIONS,
         handover=_handover(url, server, model.served_model_name),
         computes_prompts=server.disaggregation_mode != "decode",
+    )
+    if model.is_generation:
+        return info
+    return evolve(
+        info,
+        operations=(Operation.EMBED,),
+        continues_answers=False,
+        constraints=(),
+        prompt_logprobs=False,
+        request_options={},
     )
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
-from commutator import Constraint, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    Pooling,
+    TokenDelta,
+    TokenLogprob,
+)
 from commutator.errors import EngineError, RequestError
 from commutator_engine_kit.completions import (
     JsonEvents,
@@ -122,11 +129,45 @@ class Loads(msgspec.Struct):
     loads: list[RankLoad]
 
 
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: bytes
+    """In JSON as base64."""
+
+
+class Embeddings(msgspec.Struct):
+    """The answer to POST EMBEDDINGS."""
+
+    data: list[_Embedding]
+
+    @property
+    def vectors(self) -> bytes:
+        """As ``TokenDelta.vectors``: SGLang's floats are little-endian, too."""
+        return b"".join(one.embedding for one in sorted(self.data, key=lambda one: one.index))
+
+
 GENERATE = "/generate"
+EMBEDDINGS = "/v1/embeddings"
+"""Of servers with `--is-embedding`."""
 ABORT = "/abort_request"
 _ALL_TOKENS = -1
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 """SGLang's, of sampling parameters that have others."""
+
+
+def embeddings_body(request: GenerateRequest, pooling: Pooling, model: str) -> dict[str, Any]:
+    """The JSON body for EMBEDDINGS. Raises RequestError for what SGLang cannot be told."""
+    if not pooling.activation:
+        text = "normalize: SGLang decides itself whether vectors are normalized; leave it out"
+        raise RequestError(text, "normalize")
+    at, inputs, token_ids = 0, [], [*request.token_ids]
+    for length in pooling.lengths:
+        inputs.append(token_ids[at : at + length])
+        at += length
+    body: dict[str, Any] = {"model": model, "input": inputs, "encoding_format": "base64"}
+    if pooling.dimensions is not None:
+        body["dimensions"] = pooling.dimensions
+    return body
 
 
 def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""One request for each operation of each protocol, and what is true of its answer.
+
+They are the places of the table docs/reference/protocols.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import protocols_page
+
+__all__ = ["LABELS", "PROTOCOLS", "REQUESTS", "ask", "cases"]
+
+PROTOCOLS = [{"kind": kind} for kind in ("openai", "responses", "anthropic", "pooling", "kserve")]
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["clear", "grey"]}},
+    "required": ["sky"],
+    "additionalProperties": False,
+}
+TEXTS = ["w1 w2", "w3"]
+LABELS = 3
+
+
+class Asked(NamedTuple):
+    path: str
+    body: dict[str, Any]
+    has: Callable[[Any], Any]
+    """What is true of the answer: JSON, or of a stream the list of its events."""
+
+
+def _text_of(events: list[Any]) -> str:
+    """What the events of a stream say, in each protocol's words."""
+    said = ""
+    for event in events:
+        for choice in event.get("choices", ()):
+            said += choice["delta"].get("content") or ""
+        delta = event.get("delta")
+        said += delta if isinstance(delta, str) else (delta or {}).get("text", "")
+    return said
+
+
+def tensor(*texts: str) -> dict[str, Any]:
+    return {"name": "text_input", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}}
+REQUESTS = {
+    ("openai", "chat"): Asked(
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 4},
+        lambda said: said["choices"][0]["message"]["content"],
+    ),
+    ("openai", "chat, streamed"): Asked(
+        "/v1/chat/completions", {"messages": HI, "max_tokens": 4, "stream": True}, _text_of
+    ),
+    ("openai", "completions"): Asked(
+        "/v1/completions",
+        {"prompt": "Rivers run", "max_tokens": 4},
+        lambda said: said["choices"][0]["text"],
+    ),
+    ("openai", "structured output"): Asked(
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 40, "response_format": FORMAT},
+        lambda said: json.loads(said["choices"][0]["message"]["content"])["sky"],
+    ),
+    ("openai", "log probabilities"): Asked(
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 4, "logprobs": True, "top_logprobs": 2},
+        lambda said: len(said["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2,
+    ),
+    ("openai", "embeddings"): Asked(
+        "/v1/embeddings",
+        {"input": TEXTS},
+        lambda said: [len(set(one["embedding"])) > 8 for one in said["data"]] == [True, True],
+    ),
+    ("responses", "responses"): Asked(
+        "/v1/responses",
+        {"input": "Hi", "max_output_tokens": 4},
+        lambda said: said["output"][0]["content"][0]["text"],
+    ),
+    ("responses", "responses, streamed"): Asked(
+        "/v1/responses",
+        {"input": "Hi", "max_output_tokens": 4, "stream": True},
+        lambda said: _text_of(said) and said[-1]["type"] == "response.incomplete",
+    ),
+    ("anthropic", "messages"): Asked(
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 4},
+        lambda said: said["content"][0]["text"],
+    ),
+    ("anthropic", "messages, streamed"): Asked(
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 4, "stream": True},
+        lambda said: _text_of(said) and said[-1]["type"] == "message_stop",
+    ),
+    ("pooling", "rerank"): Asked(
+        "/v2/rerank",
+        {"query": "w1", "documents": TEXTS},
+        lambda said: sorted(one["index"] for one in said["results"]) == [0, 1],
+    ),
+    ("pooling", "score"): Asked(
+        "/score",
+        {"text_1": "w1", "text_2": TEXTS},
+        lambda said: [type(one["score"]) for one in said["data"]] == [float, float],
+    ),
+    ("pooling", "classify"): Asked(
+        "/classify",
+        {"input": TEXTS},
+        lambda said: [round(sum(one["probs"]), 4) for one in said["data"]] == [1, 1],
+    ),
+    ("pooling", "vectors of tokens"): Asked(
+        "/pooling",
+        {"input": TEXTS, "task": "token_embed"},
+        lambda said: len(said["data"][0]["data"]) > len(said["data"][1]["data"]) > 0,
+    ),
+    ("pooling", "embeddings"): Asked(
+        "/v2/embed",
+        {"texts": TEXTS},
+        lambda said: len(said["embeddings"]["float"]) == 2,
+    ),
+    ("kserve", "infer"): Asked(
+        "/v2/models/{model}/infer",
+        {"inputs": [tensor("Rivers run")], "parameters": {"max_tokens": 4}},
+        lambda said: said["outputs"][0]["data"][0],
+    ),
+    ("kserve", "generate"): Asked(
+        "/v2/models/{model}/generate",
+        {"text_input": "Rivers run", "max_tokens": 4},
+        lambda said: said["text_output"],
+    ),
+    ("kserve", "generate, streamed"): Asked(
+        "/v2/models/{model}/generate_stream",
+        {"text_input": "Rivers run", "max_tokens": 4, "stream": True},
+        lambda said: "".join(one["text_output"] for one in said) and said[-1]["finish_reason"],
+    ),
+    ("kserve", "structured output"): Asked(
+        "/v2/models/{model}/generate",
+        {"messages": HI, "max_tokens": 40, "schema": SCHEMA},
+        lambda said: json.loads(said["text_output"])["sky"],
+    ),
+    ("kserve", "embeddings"): Asked(
+        "/v2/models/{model}/infer",
+        {"inputs": [tensor(*TEXTS)], "outputs": [{"name": "embedding"}]},
+        lambda said: said["outputs"][0]["shape"][0] == 2,
+    ),
+}
+
+
+def cases(test: str) -> list[tuple[str, str, str]]:
+    """(protocol, operation, engine) of the places of the table that name ``test``."""
+    return [cell[:3] for cell in protocols_page.cells() if cell.test == test]
+
+
+def ask(url: str, protocol: str, operation: str, model: str) -> str | None:
+    """Ask ``model`` at ``url``, and check the answer; returns the worker, unless it streams."""
+    asked = REQUESTS[protocol, operation]
+    response = httpx.post(
+        url + asked.path.format(model=model),
+        json=asked.body if "{model}" in asked.path else {"model": model, **asked.body},
+        headers={"X-Commutator-Explain": "1"},
+        timeout=120,
+    )
+    assert response.status_code == 200, response.text
+    if not asked.body.get("stream"):
+        assert asked.has(response.json()), response.text
+        return response.headers["x-commutator-worker"]
+    lines = (line.removeprefix("data: ") for line in response.text.splitlines())
+    assert asked.has([json.loads(line) for line in lines if line.startswith("{")]), response.text
+    return None
