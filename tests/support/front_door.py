@@ -180,6 +180,9 @@ class FakeDispatcher:
     ) -> Forward:
         raise NotImplementedError
 
+    def policy_problems(self) -> list[str]:
+        return []
+
     def prefill_queues(self) -> dict[str, QueueState]:
         return self.queues
 

@@ -30,6 +30,11 @@ Messages say what happened, where, and what to do next.
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
 __all__ = [
     "AuthenticationError",
     "CommutatorError",
@@ -217,3 +222,11 @@ class LauncherError(CommutatorError):
 
 class DeadlineError(CommutatorError):
     """The request's time limit passed before it was finished."""
+
+
+@cache
+def packages(what: Literal["kinds", "commands"]) -> dict[str, str]:
+    """Our distribution that brings a kind, such as "engine vllm", or a command, to be installed."""
+    text = files(__package__).joinpath("packages.json").read_text(encoding="utf-8")
+    found: dict[str, str] = json.loads(text)[what]
+    return found

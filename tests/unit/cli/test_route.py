@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from tests.support.front_door import MODEL, TEXT, FakeDispatch, FakeDispatcher, front_door
 
 from commutator.cli.main import main
-from commutator.contract.request import RequestSummary
+from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import RouterConfig
 from commutator.contract.worker import EventSource
 from commutator.routing.load import InFlightLoad
@@ -25,7 +25,7 @@ from commutator_replay.fleet import virtual_live_worker
 
 
 async def explain(*arguments: str) -> Result:
-    command = ["route", "explain", *arguments]
+    command = ["route", "explain", "--run", *arguments]
     return await asyncio.to_thread(CliRunner().invoke, main, command)
 
 
@@ -77,11 +77,30 @@ async def test_every_candidate_with_its_scores(monkeypatch: pytest.MonkeyPatch) 
     assert first.startswith("w-1  by least_loaded: least work (0.0 blocks) of 2 workers")
     assert lines[0].startswith("  w-0 ")
     assert "in flight: 1 requests, 320 prefill tokens, 20 blocks" in lines[0]
-    assert "cached: unknown, as the policy does not look; " in lines[0]
+    assert "cached: not known (least_loaded ignores caches); " in lines[0]
     assert lines[1].strip() == "work_blocks 40.00"
     assert lines[2].startswith("* w-1 ")
     assert json.loads(raw.output) == decision(2)
     assert [request.sampling.max_tokens for request in dispatcher.requests] == [1, 1]
+
+
+async def test_nothing_is_sent_unless_it_is_asked_for() -> None:
+    class Previews(FakeDispatcher):
+        previewed: list[GenerateRequest]
+
+        def preview(self, model: str, request: GenerateRequest) -> dict[str, Any]:
+            assert model == MODEL
+            self.previewed = [request]
+            return decision(2)
+
+    dispatcher = Previews()
+    async with front_door(dispatcher) as door:
+        command = ["route", "explain", "Once upon a time", "--url", door.url, "--json"]
+        shown = await asyncio.to_thread(CliRunner().invoke, main, command)
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.output) == decision(2)
+    assert dispatcher.requests == []
+    assert list(dispatcher.previewed[0].token_ids) == TEXT.encode("Once upon a time")
 
 
 async def test_nothing_cached_is_not_the_same_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

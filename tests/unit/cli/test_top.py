@@ -104,7 +104,7 @@ def test_a_worker_that_fails_and_what_the_planner_wants_are_drawn() -> None:
     )  # fmt: skip
     text = drawn(shown)
     for expected in (
-        "● failing", "w-1  for 9 s: exited with status 1: no memory; starts again in 4 s",
+        "● failing", "w-1  9 s ago: exited with status 1: no memory; starts again in 4 s",
         "slo advises only, every 5 s", "both: 3 wanted, 1 ready, 1 starting, 0 draining; 3 workers",
         "too slow a target", "+2 both: a burst", "worker w-1 is failing",
     ):  # fmt: skip

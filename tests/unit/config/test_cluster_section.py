@@ -124,7 +124,7 @@ def test_one_machine_needs_none_of_it(tmp_path: Path) -> None:
     assert not list(host_problems(loaded.config))
     assert not list(cluster_warnings(loaded.config))
     assert [spec.worker_id for spec in worker_specs(loaded)] == ["vllm-0"]
-    with pytest.raises(ConfigError, match=r"registry\.address: without effect on one machine"):
+    with pytest.raises(ConfigError, match=r"registry\.address: it is for a cluster"):
         load(tmp_path, registry={"kind": "memory", "address": "10.0.0.1:7700"})
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commutator import ModelConfig
 from commutator.config.load import load_config
+from commutator_dram.tier import DramConfig
 from commutator_reference import preflight
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.preflight import memory_problem, model_config
@@ -85,8 +86,8 @@ def test_no_room_for_one_block() -> None:
 def test_a_context_that_is_shorter_than_the_models() -> None:
     (warning,) = warnings(kv_cache_bytes=10**8)
     assert warning == (
-        "kv_cache_bytes: 100MB hold 2,160 tokens, so longer prompts and answers are refused; the "
-        "model's 8,192 need 378MB"
+        "kv_cache_bytes: 100MB limits the context to 2,160 tokens; the model's full 8,192 need "
+        "378MB"
     )
     assert warnings(kv_cache_bytes=378 * 10**6) == []
     short = ModelConfig(name="m", source=PACKAGE, max_model_len=2000)
@@ -137,3 +138,12 @@ def test_what_is_said_to_fit_does_fit(kv: int, weights: int, replicas: int, tota
         fits = round(float(number) * {"MB": 10**6, "GB": 10**9}[unit])
         assert fits > 0
         assert replicas * (fits + weights) <= total
+
+
+def test_a_tier_that_holds_no_block_is_refused() -> None:
+    config = ReferenceConfig(kind="reference", kv_cache_bytes=378 * 10**6)
+    small, large = (DramConfig(kind="dram", capacity=size) for size in (1000, 10**9))
+    model = ModelConfig(name="m", source=PACKAGE)
+    found = list(preflight.problems(config, model, [large, small]))
+    (problem,) = [line for line in found if line.startswith("tiers[")]
+    assert problem.startswith("tiers[1].capacity: 1000B hold not even one KV block of this model (")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from commutator.contract.commands import Command, CommandRegister
-from commutator.errors import PluginError
+from commutator.errors import PluginError, packages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,28 +21,7 @@ GROUP = "commutator.commands"
 _MARK = "commutator_impl"
 """What ``commutator.hookimpl`` adds to a function."""
 
-PACKAGES = {
-    "apply": "commutator-rollout",
-    "certs": "commutator-certs",
-    "cluster": "commutator-rollout",
-    "completion": "commutator-scaffold",
-    "demo": "commutator-scaffold",
-    "diff": "commutator-rollout",
-    "doctor": "commutator-doctor",
-    "down": "commutator-rollout",
-    "init": "commutator-scaffold",
-    "kv": "commutator-console",
-    "models": "commutator-models",
-    "new-plugin": "commutator-scaffold",
-    "planner": "commutator-slo",
-    "planner search": "commutator-replay",
-    "replay": "commutator-replay",
-    "rollout": "commutator-rollout",
-    "route": "commutator-console",
-    "size": "commutator-models",
-    "top": "commutator-console",
-    "worker": "commutator-rollout",
-}
+PACKAGES = packages("commands")
 """Commands of our other packages; an error names the package to install."""
 
 

@@ -243,7 +243,7 @@ def start_text(one: Mapping[str, Any], now_unix_s: float) -> str:
     since_s = max(0.0, now_unix_s - one["since_unix_s"])
     text = f"for {since_s:.0f} s"
     if one["cause"] is not None:
-        text += f": {one['cause']}"
+        text = f"{since_s:.0f} s ago: {one['cause'].removeprefix('was ')}"
     if one["next_start_unix_s"] is not None:
         text += f"; starts again in {max(0.0, one['next_start_unix_s'] - now_unix_s):.0f} s"
     return text

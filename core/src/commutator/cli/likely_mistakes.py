@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 
 from commutator.auth.keys import KeysConfig, expiry_unix_s
-from commutator.config.checks import tier_warnings
+from commutator.config.checks import is_loopback, tier_warnings
+from commutator.config.doors import door_path
 from commutator.config.kinds import default_limiter
 from commutator.config.model import Config
 from commutator.plugins import PluginHost
@@ -18,6 +19,8 @@ def warnings_of(config: Config, host: PluginHost, now_unix_s: float | None = Non
     yield from _principal_warnings(config, time.time() if now_unix_s is None else now_unix_s)
     yield from _limiter_warnings(config, host)
     yield from _prefill_warnings(config)
+    yield from _unserved_warnings(config)
+    yield from _open_warnings(config)
     yield from tier_warnings(config, host)
 
 
@@ -54,6 +57,34 @@ def _limiter_warnings(config: Config, host: PluginHost) -> Iterator[str]:
         yield (
             "limiter: nobody is asked who they are (no section auth), so nothing is limited; add "
             "`auth`, or remove the limiter"
+        )
+
+
+def _unserved_warnings(config: Config) -> Iterator[str]:
+    """Warns of models for which no worker is started, where no other host may have one."""
+    if config.registry.kind != "memory" or getattr(config.registry, "address", None) is not None:
+        return
+    served = {engine.model for engine in config.engines}
+    for number, model in enumerate(config.models):
+        if model.name not in served:
+            yield (
+                f"models[{number}] ({model.name}): no entry of `engines` serves it, so its "
+                "requests find no worker; add one, or remove the model"
+            )
+
+
+def _open_warnings(config: Config) -> Iterator[str]:
+    """Warns of doors that other machines reach, and that ask nobody who they are."""
+    for index, door in enumerate(config.frontend.doors):
+        if config.auth or getattr(door, "api_keys", ()) or is_loopback(door.host):
+            continue
+        if getattr(getattr(door, "tls", None), "client_ca_file", None) is not None:
+            continue
+        path = door_path(config.frontend, index)
+        yield (
+            f"{path}.host: everyone who reaches {door.host} may send requests"
+            f"{'' if door.operations == 'off' else ' and watch them'}, as no key is asked for; "
+            f"add the section `auth`, or {path}.api_keys"
         )
 
 

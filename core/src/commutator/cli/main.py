@@ -21,9 +21,7 @@ _PYTHON = ".".join(map(str, sys.version_info[:3]))
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
-    "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
-    "key": ("commutator.cli.key:key", "Create an API key for a principal."),
 }
 """Core's commands: import path and one-line help of each."""
 

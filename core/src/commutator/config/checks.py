@@ -198,6 +198,12 @@ def _engine_problems(
     name, model = engine.get("name"), engine.get("model")
     if isinstance(name, str) and not _WORKER_NAME.fullmatch(name):
         yield f"{path}.name", f"expected letters, digits, '.', '_' and '-', got {show(name)}"
+    replicas = engine.get("replicas", 1)
+    if engine.get("url") is not None and isinstance(replicas, int) and replicas > 1:
+        yield (
+            f"{path}.replicas",
+            "a server at a `url` is one worker; write an entry for each server",
+        )
     if model is None and len(models) > 1:
         yield f"{path}.model", f"required, because there are {len(models)} models"
     if isinstance(model, str) and models and model not in models:
@@ -261,7 +267,7 @@ def _cluster_problems(
     place = _section(cluster, "host")
     registry = _section(data, "registry")
     kept_here = registry.get("kind") == "memory" and registry.get("address") is None
-    alone = _is_loopback(_text(place, "listen", "127.0.0.1"))
+    alone = is_loopback(_text(place, "listen", "127.0.0.1"))
     if data.get("planner") and not (alone and cluster.get("tls") is None):
         problem = (
             "it starts and stops the workers of one machine only, so it does not work in a "
@@ -271,8 +277,9 @@ def _cluster_problems(
     if alone:
         if registry.get("address") is not None and cluster.get("tls") is None:
             problem = (
-                "without effect on one machine; set cluster.host.listen, or cluster.tls on a "
-                "host without workers"
+                "it is for a cluster of several hosts; set cluster.host.listen to an address that "
+                "other hosts reach (localhost and 127.x are none), or remove it; a host without "
+                "workers sets cluster.tls instead"
             )
             yield "registry.address", problem
         return
@@ -359,7 +366,7 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _is_loopback(text: str) -> bool:
+def is_loopback(text: str) -> bool:
     """Whether it is one; False for anything that is no address, which other checks report."""
     try:
         return text == "localhost" or ip_address(text).is_loopback
@@ -383,7 +390,7 @@ def _open_engines(
             )
             yield f"engines[{index}].kind", problem
         url = urlsplit(_text(engine, "url"))
-        if url.scheme == "http" and not _is_loopback(url.hostname or ""):
+        if url.scheme == "http" and not is_loopback(url.hostname or ""):
             problem = (
                 f"{url.geturl()} is on another machine, and prompts would go there in plain text; "
                 "use https, run it on a host of the cluster, whose relay encrypts, or allow plain "

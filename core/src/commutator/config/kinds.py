@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from commutator.contract.registration import Catalog
 from commutator.contract.routing import Filter, Picker, RouteStage, Scorer
 from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
+from commutator.errors import packages
 from commutator.plugins import SEAMS, PluginHost
 from commutator.schema import Mismatch, build_converter, json_schema, mismatch, nearest
 
@@ -29,56 +31,6 @@ def default_limiter(host: PluginHost) -> str:
     return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
-_PACKAGES = {
-    "anthropic": ("protocol anthropic",),
-    "balance": ("router random", "router least_loaded", "router power_of_two"),
-    "console": ("operations console",),
-    "disagg": tuple(f"disaggregation {one}" for one in ("always", "never", "conditional", "cost")),
-    "dram": ("tier dram",),
-    "encoder": ("engine encoder",),
-    "etcd": ("registry etcd",),
-    "eviction": tuple(f"eviction {x}" for x in ("arc", "leaf_first", "lru", "s3fifo", "tinylfu")),
-    "grpc": ("door grpc",),
-    "hbm": ("tier hbm",),
-    "http": ("door http",),
-    "jwt": ("authenticator jwt",),
-    "kv-router": ("router kv",),
-    "kserve": ("protocol kserve",),
-    "limits": ("limiter ledger",),
-    "nats": ("event bus nats",),
-    "nvme": ("tier nvme",),
-    "openai": ("protocol openai",),
-    "parsers": ("parser auto",),
-    "peer": ("tier peer",),
-    "pipeline": (
-        *("router pipeline", "stage best", "stage draw", "stage load", "stage max_requests"),
-        *("stage prefill_queue", "stage prefix"),
-    ),
-    "pooling": ("protocol pooling",),
-    "ray": ("launcher ray",),
-    "records": ("observer audit", "observer recording"),
-    "reference": ("engine reference",),
-    "responses": (
-        "protocol responses",
-        *(f"response store {one}" for one in ("memory", "none", "sqlite")),
-    ),
-    "responses-nats": ("response store nats",),
-    "rollout": ("operations rollout",),
-    "round-robin": ("router round_robin",),
-    "s3": ("tier s3",),
-    "session-affinity": ("router session_affinity",),
-    "sglang": ("engine sglang",),
-    "sim": ("engine sim",),
-    "slo": ("planner slo",),
-    "trtllm": ("engine trtllm",),
-    "tuning": ("tuning trials",),
-    "vllm": ("engine vllm",),
-}
-"""What our distributions (``commutator-`` and this name) bring, as seam and kind.
-
-Of the parsers, which are many, only the one that chooses among them."""
-
-
 def config_converter(
     host: PluginHost | Callable[[], PluginHost], *, only_routes: bool = False
 ) -> cattrs.Converter:
@@ -89,7 +41,7 @@ def config_converter(
     here, only the options that every kind has are read.
     """
     load_host = (lambda: host) if isinstance(host, PluginHost) else host
-    converter = build_converter()
+    converter = build_converter(extensions=True)
     for base in _CATALOGS:
         elsewhere = only_routes and base in {EngineConfig, TierConfig}
         _structure_by_kind(converter, base, load_host, elsewhere=elsewhere)
@@ -121,9 +73,9 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
         text += f"; not loaded: {'; '.join(told)}"
     lacks_parsers = catalog is host.parsers and "auto" not in known
     wanted = "parser auto" if lacks_parsers else f"{catalog.seam} {kind}"
-    brings = [f"commutator-{name}" for name, kinds in _PACKAGES.items() if wanted in kinds]
-    if brings and brings[0] not in {one.distribution for one in lost}:
-        text += f"; pip install {brings[0]}"
+    brings = packages("kinds").get(wanted)
+    if brings is not None and brings not in {one.distribution for one in lost}:
+        text += f"; pip install {brings}"
         if catalog is host.tiers:
             text += ", in a checkout `make tiers`"
     elif catalog is host.doors and kind in host.protocols.kinds:
@@ -224,6 +176,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
             schema["required"].append(section)
     for section in schema["properties"].values():
         _say_effect(section, section["x-takes-effect"])
+    _allow_extensions(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Commutator configuration",
@@ -242,6 +195,57 @@ def _say_effect(schema: Any, takes_effect: str) -> None:
                     _say_effect(option, option.setdefault("x-takes-effect", takes_effect))
             elif name in {"items", "anyOf", "oneOf", "additionalProperties"}:
                 _say_effect(inner, takes_effect)
+
+
+def with_place(path: str, problem: str, host: PluginHost) -> str:
+    """``problem``, and if ``path`` is an unknown key that is known elsewhere, where that is."""
+    if not problem.startswith("unknown key; known keys:"):
+        return problem
+    owner, _, key = re.sub(r"\[\d+\]", "[]", path).rpartition(".")
+    options = set(_options(file_schema(host), "", ""))
+    kinds = sorted({kind for place, kind, name in options if (place, name) == (owner, key)} - {""})
+    places = {place for place, _, name in options if name == key} - {owner}
+    inside = {one for one in places if one.startswith(owner)}
+    places = {one for one in places if owner.startswith(one)} or {
+        one for one in inside if not any(one.startswith(f"{shorter}.") for shorter in inside)
+    }
+    if kinds:
+        return f"unknown key; it is an option of the kind {' and '.join(kinds)}"
+    if 0 < len(places) <= _FEW:
+        where = " or ".join(f"`{place}`" for place in sorted(places)).replace("``", "the top level")
+        return f"unknown key; it belongs to {where}"
+    servers = sorted({kind for place, kind, name in options if (place, name) == (owner, "args")})
+    if servers and owner == "engines[]":
+        problem += f"; an argument of an engine's server belongs to `args` of {', '.join(servers)}"
+    return problem
+
+
+_FEW = 2
+
+
+def _options(schema: Any, place: str, kind: str) -> Iterator[tuple[str, str, str]]:
+    """Place, kind ("" where there are none) and name of each option in a JSON Schema."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _options(one, place, kind)
+    elif isinstance(schema, dict):
+        properties = schema.get("properties", {})
+        kind = properties.get("kind", {}).get("const", "")
+        for name, inner in properties.items():
+            yield place, kind, name
+            yield from _options(inner, f"{place}.{name}" if place else name, "")
+        for form in ("oneOf", "anyOf"):
+            yield from _options(schema.get(form), place, kind)
+        yield from _options(schema.get("items"), f"{place}[]", "")
+
+
+def _allow_extensions(schema: Any) -> None:
+    """Objects may have keys of the author's own, such as anchors for YAML."""
+    for inner in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(inner, dict | list):
+            _allow_extensions(inner)
+    if isinstance(schema, dict) and schema.get("additionalProperties") is False:
+        schema["patternProperties"] = {"^x-": {}}
 
 
 def _frontend_schema(host: PluginHost) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from commutator.config.checks import (
     moved_problems,
 )
 from commutator.config.doors import port_steps, short_path
-from commutator.config.kinds import DEFAULT_KINDS, config_converter, default_limiter
+from commutator.config.kinds import (
+    DEFAULT_KINDS,
+    config_converter,
+    default_limiter,
+    with_place,
+)
 from commutator.config.model import Config
 from commutator.config.tree import (
     DEFAULT,
@@ -173,10 +179,31 @@ def build_config(
     else:
         found += limit_problems(config)
     found += cross_problems(data, host)
+    found += _variables(written)
+    found = [(path, with_place(path, text, host)) for path, text in found]
     lines = [*problems, *(_located(tree, written, path, text, files) for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")
     return Loaded(config, host, tree)
+
+
+_VARIABLE = re.compile(r"\$\{[^}]*\}|(?:^|(?<=/))\$[A-Za-z_]\w*(?=/|$)")
+
+
+def _variables(node: Node, steps: tuple[str | int, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Each value with a variable of a shell in it, which nothing would ever replace."""
+    value = node.value
+    if isinstance(value, str) and (match := _VARIABLE.search(value)):
+        name = "__".join(str(step).upper() for step in steps)
+        problem = f"{match[0]} is not replaced in files; write its value, or set {PREFIX}{name}"
+        yield path_text(steps), f"{problem} in the environment, which overrides this one"
+    items: Iterable[tuple[str | int, Node]] = ()
+    if isinstance(value, dict):
+        items = [(key, inner) for key, inner in value.items() if not key.startswith("x-")]
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for step, inner in items:
+        yield from _variables(inner, (*steps, step))
 
 
 def blocked_plugins(plugins: Any) -> tuple[str, ...]:

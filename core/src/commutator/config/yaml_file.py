@@ -29,7 +29,10 @@ def read_file(path: str | Path, *, resets: bool = False) -> Node:
     problems: list[str] = []
     try:
         if Path(path).suffix == ".json":
-            node = from_plain(json.loads(text, object_pairs_hook=_different_keys), str(path))
+            value = json.loads(text, object_pairs_hook=_different_keys)
+            if "\\u" in text:
+                _joined(json.dumps(value, ensure_ascii=False))
+            node = from_plain(value, str(path))
         else:
             node = _parse(text, lambda line: f"{path}:{line}", problems, resets)
     except (ValueError, RecursionError) as error:
@@ -118,7 +121,8 @@ class _Builder:
                     yaml.ScalarNode, node.value, plain
                 )
                 node = yaml.ScalarNode(tag, node.value, node.start_mark, node.end_mark)
-            return Node(self._loader.construct_object(node), origin, resets)
+            value = self._loader.construct_object(node)
+            return Node(self._text(node, value), origin, resets)
         if not resets and node.tag not in _COLLECTIONS:
             self._problem(node, f"unknown tag {node.tag}")
         if isinstance(node, yaml.MappingNode):
@@ -134,8 +138,15 @@ class _Builder:
             if not isinstance(key, str):
                 shown = json.dumps(key, default=str)
                 self._problem(key_node, f"the key {shown} is not a string; put it in quotes")
-            items[str(key)] = self(value_node, key_node)
+            items[str(self._text(key_node, key))] = self(value_node, key_node)
         return items
+
+    def _text(self, node: yaml.Node, value: Any) -> Any:
+        try:
+            return _joined(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self._problem(node, str(error))
+            return ""
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         if id(node) in self._checked:
@@ -152,6 +163,22 @@ class _Builder:
 
     def _problem(self, node: yaml.Node, text: str) -> None:
         self._problems.append(f"{self._origin(node.start_mark.line + 1)}: {text}")
+
+
+def _joined(text: str) -> str:
+    """``text`` with each pair of surrogates, as JSON's escapes write an emoji, as one character.
+
+    Raises ValueError for half of a pair, which is no character.
+    """
+    if text.isascii():
+        return text
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        half = next(char for char in text if "\ud800" <= char <= "\udfff")
+        raise ValueError(
+            f"\\u{ord(half):x} is half of a character; write both halves, or the character itself"
+        ) from None
 
 
 _FLOAT = "tag:yaml.org,2002:float"

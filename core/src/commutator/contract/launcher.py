@@ -68,6 +68,9 @@ class LauncherContext:
 class LaunchedProcess(ABC):
     """A process that a launcher started, until it has ended."""
 
+    pid: int | None = None
+    """Its id, where it runs on this machine."""
+
     @abstractmethod
     async def wait(self) -> str:
         """Wait until the process ends; returns how, as "exited with status 1".

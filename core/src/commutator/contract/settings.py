@@ -229,7 +229,9 @@ class Secret:
 
     WRITTEN_AS: ClassVar[str] = "{env: NAME} or {file: PATH}"
     """Its form in a file; messages about another form do not repeat it."""
-    env: str | None = setting("The environment variable that holds the value.", None)
+    env: str | None = setting(
+        "The environment variable that holds the value; a trailing newline is cut.", None
+    )
     file: str | None = setting("The file that holds the value; a trailing newline is cut.", None)
 
     def __attrs_post_init__(self) -> None:
@@ -240,6 +242,7 @@ class Secret:
         """The value. Raises ConfigError when the variable or file is missing, empty or no text."""
         if self.env is not None:
             value, place = os.environ.get(self.env, ""), f"environment variable {self.env}"
+            value = value.rstrip("\r\n")
         else:
             place = f"file {self.file}"
             try:

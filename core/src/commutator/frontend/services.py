@@ -163,7 +163,8 @@ class FrontendServices:
         ready = self.dispatcher.ready()
         models = () if ready else self.dispatcher.models_ready().items()
         unserved = [model for model, is_ready in models if not is_ready]
-        return problems(unserved, self.unready_workers(), self.dispatcher.poll.kv)
+        yield from problems(unserved, self.unready_workers(), self.dispatcher.poll.kv)
+        yield from self.dispatcher.policy_problems()
 
     def models_for(self, principal: Principal) -> list[str]:
         """The names of the models that the principal may use."""

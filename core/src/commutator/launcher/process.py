@@ -91,7 +91,7 @@ class LocalProcess(LaunchedProcess):
         mark: str,
         on_stopped: Callable[[LocalProcess], None],
     ) -> None:
-        self.pid = transport.get_pid()
+        self.pid: int = transport.get_pid()
         """Also the id of its process group."""
         self._name = name
         self._transport = transport

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 from weakref import WeakSet
 
 from commutator.config.model import Config
@@ -148,6 +149,10 @@ class Dispatcher:
             values,
             trial,
         )
+
+    def policy_problems(self) -> list[str]:
+        """How the models' routing policies have failed in the last minutes."""
+        return [text for one in self._models.values() if (text := one.router.problem())]
 
     def prefill_queues(self) -> dict[str, QueueState]:
         """Requests that wait for a prefill worker, by model. Empty without `disaggregation`."""
@@ -305,6 +310,20 @@ class Dispatcher:
             self._on_placed(summary, placement, dispatch.separate)
         self._host.answer_begun(summary, dispatch)
         return dispatch
+
+    def preview(self, model: str, request: GenerateRequest) -> dict[str, Any]:
+        """What ``Dispatch.explain`` would say of ``request`` now; nothing is sent or counted.
+
+        A policy that remembers what it chose remembers this, too. Raises RoutingError, or
+        RequestError when no worker can do what the request asks.
+        """
+        routing, summary = self._models[model], _summary(model, request, UNKNOWN_CALLER)
+        usable = able(model, self._workers.routable(model), request)
+        placement = routing.placer.preview(summary, routing.router.hashes(request), usable)
+        explained = placement.route.explain()
+        if routing.prefill and (apart := routing.prefill.preview(summary, request, placement)):
+            explained["disaggregation"] = apart.explain()
+        return explained
 
     def infos(self, model: str) -> list[EngineInfo]:
         """What the workers that can take requests for this model say of themselves."""

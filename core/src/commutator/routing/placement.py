@@ -142,6 +142,14 @@ class Placer:
                     placement.ticket.on_served = partial(order.charge, place)
                 return placement
 
+    def preview(
+        self, summary: RequestSummary, hashes: Sequence[int], usable: Usable | None
+    ) -> Placement:
+        """Where a request would be placed now, were no worker too busy. Nothing is reserved."""
+        placement = self._take_any(summary, hashes, usable)
+        self._undo(placement)
+        return placement
+
     async def _place_in_turn(
         self,
         queue: RouterQueue[Placement],

@@ -199,6 +199,10 @@ class ModelRouter:
         for policy in self.arms:
             policy.forget(worker_id)
 
+    def problem(self) -> str | None:
+        """How the policy failed in the last minutes; None if it did not."""
+        return self._runner.failing()
+
     def hashes(self, request: GenerateRequest) -> Sequence[int]:
         """The prompt's sequence hashes; empty when the policy does not use overlaps."""
         return self.indexer.hashes(request) if self.indexer is not None else ()
@@ -400,6 +404,9 @@ class ModelRouter:
         return _fewest_requests(candidates, self._rng, problem)
 
 
+_FAILING_S = 300.0
+
+
 class PolicyRunner:
     """Handles failures of a policy plugin, so that no request fails with it.
 
@@ -414,10 +421,17 @@ class PolicyRunner:
         self._name = f"{what} {type(policy).__name__}"
         self._strict = strict
         self._failures: Counter[object] = Counter()
+        self._last: tuple[str, float] | None = None
+
+    def failing(self) -> str | None:
+        """What went wrong last, if that was in the last five minutes."""
+        recent = self._last is not None and time.monotonic() - self._last[1] < _FAILING_S
+        return self._last[0] if self._last is not None and recent else None
 
     def failed(self, problem: str, cause: Exception | None, instead: str) -> str:
         """The problem, with the policy's name. ``instead``: what is done without its answer."""
         problem = f"{self._name} {problem}"
+        self._last = problem, time.monotonic()
         if self._strict:
             raise RoutingError(problem) from cause
         origin = _origin(cause)

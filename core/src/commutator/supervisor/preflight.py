@@ -208,7 +208,8 @@ def _engines(
 def _of_engines(config: Config, host: PluginHost) -> Iterator[str]:
     for path, engine, connector, model in _engines(config, host):
         tiers = config.tiers if connector.uses_tiers else ()
-        yield from (f"{path}.{problem}" for problem in connector.problems(engine, model, tiers))
+        for problem in connector.problems(engine, model, tiers):
+            yield problem if problem.startswith("tiers[") else f"{path}.{problem}"
 
 
 def _of_log_files(config: Config) -> Iterator[str]:

@@ -203,6 +203,7 @@ class Supervisor:
                 return _KILLED_AT_ONCE
             killed.cancel()
             await work
+            log.info("Stopped.")
             return 0
         finally:
             await self._launcher.close()
@@ -223,7 +224,7 @@ class Supervisor:
     def _on_signal(self, impatient: bool) -> None:
         if not self._stop.is_set():
             log.info(
-                "Finishing running requests (at most %g s). Press Ctrl-C again to stop now.",
+                "Stopping; requests that run may take %g s more. Press Ctrl-C again to end them.",
                 self._config.runtime.drain_timeout_s,
             )
             self._stop.set()
@@ -447,7 +448,10 @@ class Supervisor:
                         await agent.ready.wait()
             if waiting := self._not_ready():
                 waited_s = time.monotonic() - started_s
-                log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
+                here = {engine.model for engine in self._config.engines}
+                lacking = [m.name for m in self._config.models if m.name not in here]
+                why = f"; no engine of this file serves {', '.join(lacking)}" if lacking else ""
+                log.info("waiting for %s (%.0f s)%s", ", ".join(waiting), waited_s, why)
                 pause_s = min(2 * pause_s, _SAY_WAITING_EVERY_S)
         if not self._doors():
             names = ", ".join(agent.name for agent in self._all())

@@ -150,7 +150,9 @@ class WorkerAgent:
             if relay is not None:
                 address, relaying = self._begin_relay(relay, address, instance)
                 await while_alive(process, self._until_relayed(address))
-            record = await events.announced(self._record(client, address, info, instance))
+            record = await events.announced(
+                self._record(client, address, _with_pid(info, process), instance)
+            )
             await while_alive(process, self._announce(record))
             self._ever_ready = True
             self._client = client
@@ -427,6 +429,11 @@ class WorkerAgent:
             labels=dict(self._spec.labels),
             generation=self._spec.generation,
         )
+
+
+def _with_pid(info: EngineInfo, process: LaunchedProcess | None) -> EngineInfo:
+    """The info with the process that was started, where the engine does not name its own."""
+    return info if process is None or info.pid is not None else evolve(info, pid=process.pid)
 
 
 def _sentence(error: Exception) -> str:

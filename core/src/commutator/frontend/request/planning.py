@@ -410,12 +410,13 @@ def _marks(message: Message) -> list[KvRetention]:
 def _max_tokens(asked: Generate, prompt_tokens: int, target: Target) -> int:
     """The longest answer allowed. Raises RequestError with both lengths when it cannot fit."""
     max_model_len = target.max_model_len
-    left = max_model_len - prompt_tokens
+    left, own = max_model_len - prompt_tokens, target.text.max_model_len
     is_chat = asked.conversation is not None
     if left < 1:
+        limited = f" (of {own}: memory or an option limits it here)" if own > max_model_len else ""
         raise RequestError(
-            f"this model's context is {max_model_len} tokens and the prompt has {prompt_tokens}: "
-            "no room is left for an answer; shorten the prompt",
+            f"this model's context is {max_model_len} tokens{limited} and the prompt has "
+            f"{prompt_tokens}: no room is left for an answer; shorten the prompt",
             asked.param("messages" if is_chat else "prompt"),
             "context_length_exceeded",
         )

@@ -255,13 +255,21 @@ class PrefillPool:
 
         None, without a question to the policy, when no ready prefill worker can hand over to it.
         """
+        decision = self.preview(summary, request, decode)
+        if decision is not None:
+            self.host.disagg_decided(summary, decision.answer)
+        return decision
+
+    def preview(
+        self, summary: RequestSummary, request: GenerateRequest, decode: Placement
+    ) -> DisaggDecision | None:
+        """``decide``, of which no observer hears."""
         workers = self.placer.candidates(self.fitting(request, decode.route.worker))
         if not workers:
             return None
         hashes = self._sequence_hashes(request, decode)
         question = self._question(summary, decode, hashes, workers)
         answer = self._ask(self.arms.of(summary), question)
-        self.host.disagg_decided(summary, answer)
         return DisaggDecision(answer, question, hashes, time.perf_counter())
 
     def fitting(self, request: GenerateRequest, decode: LiveWorker) -> Callable[[LiveWorker], bool]:

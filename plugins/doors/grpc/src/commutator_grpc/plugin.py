@@ -12,6 +12,7 @@ from commutator import DoorRegister, hookimpl
 from commutator.contract.door import Door, DoorAddress, OpenDoor
 from commutator.contract.protocol import Example, MountedProtocol
 from commutator_grpc.config import GrpcConfig, GrpcTlsConfig
+from commutator_http.config import key_problems
 
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
@@ -30,6 +31,7 @@ class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
             )
         if not config.protocols:
             yield "protocols: a door of kind grpc without any serves nobody: write [{kind: kserve}]"
+        yield from key_problems(config.api_keys)
         if config.tls is not None and (problem := _tls_problem(config.tls)):
             yield f"tls: {problem}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -127,6 +128,21 @@ class HttpConfig(DoorConfig):
         validator=_are_hosts,
     )
     tls: TlsConfig | None = setting("Serve HTTPS.", None)
+
+
+def key_problems(keys: Iterable[Secret]) -> Iterator[str]:
+    """Keys that no client could ever send as a bearer token, as problems of a door."""
+    for number, secret in enumerate(keys):
+        try:
+            key = secret.reveal()
+        except ConfigError:
+            continue  # other checks report it
+        if key != key.strip() or not key.isprintable():
+            place = f"environment variable {secret.env}" if secret.env else f"file {secret.file}"
+            yield (
+                f"api_keys[{number}]: {place} holds spaces around the key, a line break or another "
+                "control character, so no bearer token would ever match; remove them"
+            )
 
 
 def tls_context(config: TlsConfig) -> ssl.SSLContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Awaitable, Mapping
 from ipaddress import ip_address
@@ -116,7 +117,7 @@ async def _exchange(
 
 def noted(call: Call, error: Exception) -> Failure:
     """What ``error`` is for the client, once log and metrics know of it."""
-    failure = from_aiohttp(error) if isinstance(error, web.HTTPException) else None
+    failure = from_aiohttp(error, call) if isinstance(error, web.HTTPException) else None
     failure = failure or to_failure(error, call.request_id)
     call.reason = error.limit if isinstance(error, RateLimitError) else failure.code
     call.param = failure.param
@@ -145,7 +146,29 @@ def failure_response(failure: Failure, protocol: MountedProtocol | None) -> web.
     return web.Response(status=failure.status, body=body, headers=headers)
 
 
-def from_aiohttp(error: web.HTTPException) -> Failure:
+_SHOWN = 80
+"""Characters of a client's path in an error message."""
+
+
+def _paths_hint(call: Call) -> str:
+    """The path that was probably meant, or what clients are served at this door."""
+    routes = call.parts_of_door.routes if isinstance(call, HttpCall) else {}
+    known = sorted(
+        {path for _, path in routes if not path.endswith("/")},
+        key=lambda path: (not path.startswith("/v1/"), path),
+    )
+    if close := difflib.get_close_matches(call.path[:_SHOWN], known, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    if not known:
+        return "this door is for operators"
+    more = f", and {len(known) - _PATHS} more" if len(known) > _PATHS else ""
+    return f"there are: {', '.join(known[:_PATHS])}{more}"
+
+
+_PATHS = 6
+
+
+def from_aiohttp(error: web.HTTPException, call: Call) -> Failure:
     match error:
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
@@ -153,7 +176,7 @@ def from_aiohttp(error: web.HTTPException) -> Failure:
         case web.HTTPRequestEntityTooLarge():
             text = f"the body is too large: {error.text}"
         case web.HTTPNotFound() if error.text == _NO_TEXT:
-            text = "no such path; GET /openapi.json lists the paths"
+            text = f"{call.path[:_SHOWN]} is not served here; {_paths_hint(call)}"
         case _:
             text = error.text or error.reason
     headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}

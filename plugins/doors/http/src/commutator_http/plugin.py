@@ -10,7 +10,7 @@ from commutator import DoorRegister, hookimpl
 from commutator.contract.door import Door, DoorAddress, OpenDoor
 from commutator.contract.protocol import Example, MountedProtocol
 from commutator.errors import ConfigError
-from commutator_http.config import HttpConfig, tls_context
+from commutator_http.config import HttpConfig, key_problems, tls_context
 
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
@@ -26,13 +26,13 @@ class HttpDoor(Door[HttpConfig, "FrontendServices"]):
     """HTTP/1.1."""
 
     def problems(self, config: HttpConfig) -> Iterable[str]:
+        yield from key_problems(config.api_keys)
         if config.tls is None:
-            return []
+            return
         try:
             tls_context(config.tls)
         except ConfigError as error:
-            return [f"tls: {problem}" for problem in error.problems]
-        return []
+            yield from (f"tls: {problem}" for problem in error.problems)
 
     def needs_key(self, config: HttpConfig, services: FrontendServices) -> bool:
         return bool(config.api_keys) or not services.gate.is_open

@@ -68,15 +68,34 @@ def problems(
             f"to {_size(_rounded_up(llama.kv_bytes(_context(llama, model), bytes_each)))} for "
             f"the model's {_context(llama, model):,} tokens"
         )
-    elif on_cpu and (total_bytes := machine_memory_bytes()) is not None:
-        problem = memory_problem(
-            kv_bytes=config.kv_cache_bytes,
-            weights_bytes=llama.least_parameters * bytes_each,
-            replicas=config.replicas,
-            total_bytes=total_bytes,
-        )
-        if problem is not None:
-            yield problem
+    yield from _tier_problems(tiers, least)
+    if on_cpu and config.kv_cache_bytes >= least:
+        yield from _memory_problems(config, llama.least_parameters * bytes_each)
+
+
+def _tier_problems(tiers: Sequence[TierConfig], least: int) -> Iterator[str]:
+    """Tiers that hold no block of ``least`` bytes, which workers would open again for ever."""
+    for number, tier in enumerate(tiers):
+        capacity = getattr(tier, "capacity", None)
+        if isinstance(capacity, int) and capacity < least:
+            yield (
+                f"tiers[{number}].capacity: {_size(capacity)} hold not even one KV block of this "
+                f"model ({_size(least)}); give it room for many"
+            )
+
+
+def _memory_problems(config: ReferenceConfig, weights_bytes: int) -> Iterator[str]:
+    total_bytes = machine_memory_bytes()
+    if total_bytes is None:
+        return
+    problem = memory_problem(
+        kv_bytes=config.kv_cache_bytes,
+        weights_bytes=weights_bytes,
+        replicas=config.replicas,
+        total_bytes=total_bytes,
+    )
+    if problem is not None:
+        yield problem
 
 
 def warnings(config: ReferenceConfig, model: ModelConfig) -> Iterator[str]:
@@ -90,9 +109,8 @@ def warnings(config: ReferenceConfig, model: ModelConfig) -> Iterator[str]:
     if tokens < context:
         blocks = -(-context // config.block_size)
         yield (
-            f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold {tokens:,} tokens, so longer "
-            f"prompts and answers are refused; the model's {context:,} need "
-            f"{_size(_rounded_up(blocks * block_bytes))}"
+            f"kv_cache_bytes: {_size(config.kv_cache_bytes)} limits the context to {tokens:,} "
+            f"tokens; the model's full {context:,} need {_size(_rounded_up(blocks * block_bytes))}"
         )
 
 

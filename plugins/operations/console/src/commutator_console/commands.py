@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def command_register(register: CommandRegister) -> None:
-    """`commutator top`, `commutator route` and `commutator kv`."""
+    """What shows: what is installed, and what a running deployment does."""
     for name, text in (
+        ("plugins", "List the installed plugins."),
         ("top", "Show a running deployment live, in the terminal."),
         ("route", "Show where a prompt is routed, and why."),
         ("kv", "Show and change the KV blocks in storage tiers."),

@@ -22,16 +22,21 @@ def live(door: FrontDoor) -> Iterator[dict[str, Any]]:
     Raises LostError when it goes away. Without a key the Unix socket is asked, as by
     ``administer``; where it is not to be reached, the address, which serves its own machine.
     """
-    local = None if door.api_key else door.health().get("socket")
-    if local is not None and not os.access(local, os.R_OK | os.W_OK):
-        local = None
-    with door.ask("/admin/live", at_admin=True, local=local, timeout_s=_SILENT_S) as answer:
+    with door.ask(
+        "/admin/live", at_admin=True, local=own_socket(door), timeout_s=_SILENT_S
+    ) as answer:
         event = b""
         for line in answer:
             if line.startswith(b"event: "):
                 event = line[7:].strip()
             elif line.startswith(b"data: ") and event == b"snapshot":
                 yield json.loads(line[6:])
+
+
+def own_socket(door: FrontDoor) -> str | None:
+    """The front door's Unix socket, if this user reaches it and has no key."""
+    local = None if door.api_key else door.health().get("socket")
+    return local if local is not None and os.access(local, os.R_OK | os.W_OK) else None
 
 
 def prompt_body(door: FrontDoor, text: str, model: str | None, *, chat: bool) -> dict[str, Any]:

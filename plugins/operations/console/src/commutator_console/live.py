@@ -42,6 +42,7 @@ from commutator.errors import OverloadedError
 from commutator.frontend import FrontendServices
 from commutator.routing.workers import WorkerStatus
 from commutator_console.page import page_routes
+from commutator_console.preview import preview_route
 from commutator_console.snapshot import (
     DoorPart,
     Event,
@@ -466,8 +467,10 @@ class Console(Operations):
     """The live view, and the page that shows it. All doors of a process share one feed."""
 
     def __init__(self, context: OperationsContext) -> None:
+        self._services: FrontendServices = context.services
         self.feed = LiveFeed(context.services, context.local_socket)
 
     def routes(self, door: OperationsDoor) -> Iterator[OperationsRoute]:
         yield from live_routes(self.feed)
+        yield preview_route(self._services)
         yield from page_routes(chat=door.serves_clients, needs_key=door.needs_key)

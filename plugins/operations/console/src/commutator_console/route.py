@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
-from commutator_console.door import prompt_body, prompt_options
+from commutator_console.door import own_socket, prompt_body, prompt_options
+from commutator_console.preview import PREVIEW_PATH
 
 
 @click.group()
@@ -22,14 +23,25 @@ def route() -> None:
 )
 @prompt_options
 @front_door_options
+@click.option("--run", is_flag=True, help="Send the request, for one token, and show what came.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a list.")
-def explain(prompt: str, model: str | None, chat: bool, door: FrontDoor, as_json: bool) -> None:
-    """Request one token for PROMPT; show every candidate, its scores, and the reason."""
-    path = "/v1/chat/completions" if chat else "/v1/completions"
-    headers, _ = door.call(
-        path, {"max_tokens": 1, **prompt_body(door, prompt, model, chat=chat)}, explain=True
-    )
-    decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
+def explain(
+    prompt: str, model: str | None, chat: bool, door: FrontDoor, run: bool, as_json: bool
+) -> None:
+    """Show which worker PROMPT would get now: every candidate, its scores, and the reason.
+
+    Nothing is sent to a worker and nothing is counted, unless --run asks for it.
+    """
+    body = prompt_body(door, prompt, model, chat=chat)
+    if run:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        headers, _ = door.call(path, {"max_tokens": 1, **body}, explain=True)
+        decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
+    else:
+        tokens = door.call("/tokenize", body)[1]["tokens"]
+        question = {"model": body["model"], "token_ids": tokens}
+        with door.ask(PREVIEW_PATH, question, at_admin=True, local=own_socket(door)) as answer:
+            decision = json.load(answer)
     if as_json:
         click.echo(json.dumps(decision, indent=2))
     else:
@@ -50,9 +62,9 @@ def show(decision: dict[str, Any]) -> None:
         _show_disaggregation(apart)
     for candidate in decision["candidates"]:
         mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
-        load = candidate["load"]
+        load, cached = candidate["load"], _cached(candidate, decision["policy"])
         click.echo(
-            f"{mark} {candidate['worker_id']:<16} cached: {_cached(candidate)}; "
+            f"{mark} {candidate['worker_id']:<16} cached: {cached}; "
             f"in flight: {load['active_requests']} requests, "
             f"{load['active_prefill_tokens']} prefill tokens, "
             f"{load['active_decode_blocks']} blocks"
@@ -70,16 +82,17 @@ def show(decision: dict[str, Any]) -> None:
         click.echo(f"  and {count} busy by {threshold}")
 
 
-def _cached(candidate: dict[str, Any]) -> str:
+def _cached(candidate: dict[str, Any], policy: str) -> str:
     overlap = candidate["overlap_blocks"]
     if overlap is None:
-        return "unknown, as the policy does not look"
+        return f"not known ({policy} ignores caches)"
     found = " ".join(f"{tier}={blocks}" for tier, blocks in overlap.items() if blocks) or "nothing"
     return f"{found} (a guess)" if candidate["guessed"] else found
 
 
 def _show_disaggregation(apart: dict[str, Any]) -> None:
-    where = f"at {apart['prefill_worker_id']}" if apart.get("prefill_worker_id") else "locally"
+    elsewhere = f"at {apart.get('prefill_worker_id') or 'a prefill worker'}"
+    where = elsewhere if apart["separate"] else "locally"
     outcome = f"; {apart['outcome']}" if "outcome" in apart else ""
     click.echo(f"  prefill {where}: {apart['reason']}{outcome}")
     terms = "  ".join(f"{term} {value:g}" for term, value in apart["terms"].items())

@@ -67,10 +67,13 @@ def lightest(
     not_scored, why = len(candidates) - len(compared), ""
     if not_scored:
         why = f"; {not_scored} others have at least {found.others_cost:.1f}"
+    reason = f"least work ({found.cost:.1f} blocks) of {len(candidates)} workers compared{why}"
+    if len(candidates) == 1:
+        reason = "the only worker"
     return Decision(
         worker_id=chosen.worker_id,
         policy=policy,
-        reason=f"least work ({found.cost:.1f} blocks) of {len(candidates)} workers compared{why}",
+        reason=reason,
         scores={
             name: {"work_blocks": work_blocks(request, c.load)} for name, c in compared.items()
         },

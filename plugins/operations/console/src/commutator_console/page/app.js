@@ -15,7 +15,7 @@ let key = sessionStorage.getItem(STORE) || "";
 export const authorization = () => (key ? { Authorization: `Bearer ${key}` } : {});
 
 function askForKey(reason) {
-  if (reason) get("key-reason").textContent = reason;
+  if (reason) get("key-reason").textContent = key ? "This key is not valid." : reason;
   if (!get("key-dialog").open) get("key-dialog").showModal();
   get("key").value = key;
   get("key").select();
@@ -112,8 +112,8 @@ async function connect() {
     if (mine !== running) return; // another connection has taken its place
     if (error instanceof Refused) {
       show("lost", error.status === 401 || error.status === 403 ? "no access" : "refused");
-      notice(error.message);
-      if (error.status === 401) askForKey("This deployment has keys. The live view needs that of a principal with the permission “admin”.");
+      if (error.status !== 401) notice(error.message);
+      else askForKey("This deployment has keys. The live view needs that of a principal with the permission “admin”.");
       if (error.status === 401 || error.status === 403 || error.status === 404) return; // until another key is given
       pauseMs = 5000;
     }

@@ -74,9 +74,9 @@ export function createView() {
   function unready(one) {
     if (one.state === "gone" || !one.since_unix_s) return "";
     const whole = (value) => Math.max(0, Math.round(value));
-    const since = `for ${whole(last.time_unix_s - one.since_unix_s)} s`;
+    const since = `${whole(last.time_unix_s - one.since_unix_s)} s`;
     const again = one.next_start_unix_s ? `; starts again in ${whole(one.next_start_unix_s - last.time_unix_s)} s` : "";
-    return `${since}${one.cause ? `: ${one.cause}` : ""}${again}`;
+    return `${one.cause ? `${since} ago: ${one.cause.replace(/^was /, "")}` : `for ${since}`}${again}`;
   }
 
   function meter() {
