@@ -30,6 +30,7 @@ from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
+from commutator.frontend.loop_watch import watch_loop
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import (
     calm_garbage_collector,
@@ -138,9 +139,9 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
-        moved_bytes = use_huge_pages()
-        log.debug("%d MiB are in huge pages", moved_bytes >> 20)
-        tasks += [] if exchange is None else [asyncio.create_task(exchange.run())]
+        log.debug("%d MiB are in huge pages", use_huge_pages() >> 20)
+        beside = [] if exchange is None else [exchange.run()]
+        tasks += map(asyncio.create_task, [*beside, watch_loop(services.metrics.turn_was_long)])
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(
             loaded.host,

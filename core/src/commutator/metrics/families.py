@@ -83,6 +83,12 @@ CONNECTIONS_DROPPED = _counter(
     " or long headers (headers_too_slow, headers_too_long); one that did not read its answer "
     "(unread_answer).",
 )
+LONG_TURNS = _counter(
+    "event_loop_long_turns",
+    "Times that a front door computed for 50 ms or more while all its clients waited; the log says"
+    " what.",
+)
+LONG_TURN_SECONDS = _counter("event_loop_long_turn_seconds", "CPU time of those long turns.")
 ROUTER_QUEUE_SECONDS = _histogram(
     "router_queue_seconds{model}",
     "Time that requests waited for a worker, of those that got one after a wait.",

@@ -187,6 +187,8 @@ class FrontendMetrics(Observer):
         self._dropped = Counter(registry, families.CONNECTIONS_DROPPED)
         for reason in _DROP_REASONS:
             self._dropped.add((reason,), 0)  # a rate does not see a series begin at 1
+        self._long_turns = Counter(registry, families.LONG_TURNS, families.LONG_TURN_SECONDS)
+        self._long_turns.add((), 0, 0)
         self._router_queue_s = Histogram(families.ROUTER_QUEUE_SECONDS, registry)
         self._ttft_s = Histogram(families.TIME_TO_FIRST_TOKEN_SECONDS, registry)
         self._itl_s = Histogram(families.INTER_TOKEN_LATENCY_SECONDS, registry)
@@ -271,6 +273,10 @@ class FrontendMetrics(Observer):
     def connection_dropped(self, reason: str) -> None:
         """A client's connection was closed, or not accepted, without an answer to a request."""
         self._dropped.add((reason,), 1)
+
+    def turn_was_long(self, took_s: float) -> None:
+        """The event loop computed for ``took_s`` seconds without a turn for others."""
+        self._long_turns.add((), 1, took_s)
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self._requests.add((endpoint, model, str(code)), 1)
