@@ -98,7 +98,7 @@ class LoopWatch:
 
 
 def _what_runs(frame: FrameType | None) -> str:
-    names = []
+    names: list[str] = []
     while frame is not None and len(names) < _FRAMES:
         code = frame.f_code
         names.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_name}")
