@@ -16,6 +16,7 @@ import engines_page
 import findings_page
 import http_page
 import kit_page
+import logs_page
 import metrics_page
 import models_page
 import protocols_page
@@ -32,6 +33,7 @@ if __name__ == "__main__":
     findings_page.write()
     http_page.write()
     kit_page.write()
+    logs_page.write()
     metrics_page.write()
     models_page.write()
     protocols_page.write()

@@ -31,6 +31,7 @@ import docs_console  # noqa: E402
 import engines_page  # noqa: E402
 import http_page  # noqa: E402
 import kit_page  # noqa: E402
+import logs_page  # noqa: E402
 import metrics_page  # noqa: E402
 import models_page  # noqa: E402
 import protocols_page  # noqa: E402
@@ -96,6 +97,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
     assert kit_page.PAGE.read_text() == kit_page.page(), "run `make docs`"
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
+    assert logs_page.PAGE.read_text() == logs_page.page(), "run `make docs`"
     assert models_page.PAGE.read_text() == models_page.page(), "run `make docs`"
     assert protocols_page.PAGE.read_text() == protocols_page.page(), "run `make docs`"
 

@@ -38,9 +38,10 @@ def test_json_is_one_object_a_line() -> None:
     printer.announce("a box\n", "ready: url")
     printer.close()
     line = json.loads(log.getvalue())
-    assert line.pop("ts").startswith("20")
-    assert line == {"process": "worker-0", "stream": "stderr", "message": 'quote " and ü'}
-    assert json.loads(out.getvalue())["message"] == "ready: url"
+    assert line["timestamp"].startswith("20")
+    named = {name: line[name] for name in ("process", "stream", "body")}
+    assert named == {"process": "worker-0", "stream": "stderr", "body": 'quote " and ü'}
+    assert json.loads(out.getvalue())["body"] == "ready: url"
 
 
 def test_the_supervisors_log_goes_the_same_way() -> None:

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Literal, TextIO
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -42,6 +44,8 @@ class Printer:
         self._log = log or sys.stderr
         self._out = out or sys.stdout
         self._colour = colour
+        made = next(iter(entry_points(group="commutator.logs", name="json")), None)
+        self._as_json: Callable[[str, str, str], str] = made.load()() if made else _plain_json
         self._queue: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(_QUEUED_LINES)
         self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="printer", daemon=True)
@@ -64,9 +68,7 @@ class Printer:
 
     def _format(self, process: str, stream: str, message: str) -> str:
         if self._form == "json":
-            stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            fields = {"ts": stamp, "process": process, "stream": stream, "message": message}
-            return json.dumps(fields, ensure_ascii=False) + "\n"
+            return self._as_json(process, stream, message) + "\n"
         stamp, name = _clock(int(time.time())), f"[{process}]"
         if self._colour:
             colour = _COLOURS[zlib.crc32(process.encode()) % len(_COLOURS)]
@@ -98,6 +100,13 @@ class Printer:
                     file.flush()
             except (OSError, ValueError):
                 broken.add(file)  # its reader has closed it; serving continues
+
+
+def _plain_json(process: str, stream: str, message: str) -> str:
+    """Where commutator-records, whose lines have more fields, is not installed."""
+    stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
+    fields = {"timestamp": stamp, "process": process, "stream": stream, "body": message}
+    return json.dumps(fields, ensure_ascii=False)
 
 
 class PrinterHandler(logging.Handler):
