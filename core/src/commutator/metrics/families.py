@@ -13,10 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 MAX_PRINCIPALS = 500
 """Each takes a handful of time series, and Prometheus keeps every one that it ever saw."""
-TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
-_DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_LENGTH_BUCKETS = tuple(2**power for power in range(4, 18))
+# fmt: off
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
+                  120, 300, 600, 1200, 3600)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
+                       1800, 3600, 10800)
+# fmt: on
+_LENGTH_BUCKETS = tuple(2**power for power in range(4, 22))
 _RATE_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 _ROUTING_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 _HANDOVER_BUCKETS_S = (0.001, 0.0025, *TTFT_BUCKETS_S)
