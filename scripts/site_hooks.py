@@ -6,10 +6,12 @@ import html
 import logging
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from merman import Merman, MermanError
 
 log = logging.getLogger("mkdocs.commutator")
@@ -36,9 +38,32 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     return with_paths(markdown, Path(page.file.src_uri), docs)
 
 
-def on_page_content(content: str, *, page: Any, **_: Any) -> str:
-    """Mermaid diagrams become SVG, so that browsers load no script for them from elsewhere."""
-    return with_diagrams(content, page.file.src_uri)
+def on_page_content(content: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Mermaid diagrams become SVG, so that browsers load no script for them from elsewhere.
+
+    Other words for what a page is about are there for the search alone.
+    """
+    words = aliases(Path(config["docs_dir"])).get(page.file.src_uri, ())
+    return with_diagrams(with_words(content, words), page.file.src_uri)
+
+
+@cache
+def aliases(docs: Path) -> dict[str, list[str]]:
+    """What people call what a page is about, by page."""
+    found: dict[str, list[str]] = yaml.safe_load((docs / "aliases.yml").read_text())
+    for page in found:
+        if not (docs / page).is_file():
+            log.warning("aliases.yml names %s, which is no page", page)
+    return found
+
+
+def with_words(content: str, words: Sequence[str]) -> str:
+    """HTML with ``words`` behind its title, for the search index and not for readers."""
+    if not words:
+        return content
+    hidden = f'<p hidden class="aliases">{html.escape(", ".join(words))}</p>'
+    title, end, rest = content.partition("</h1>")
+    return f"{title}{end}{hidden}{rest}" if end else f"{hidden}{content}"
 
 
 def with_diagrams(content: str, page: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import logging
 import os
 import re
@@ -45,6 +46,37 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     architecture = (tmp_path / "site/explanation/architecture/index.html").read_text()
     assert architecture.count('<svg id="diagram-1-') == 2
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    for page, words in site_hooks.aliases(DOCS).items():
+        place = page.removesuffix(".md") + "/"
+        found = " ".join(one["text"] for one in index if one["location"].startswith(place))
+        assert all(word in found for word in words), page
+
+
+@pytest.mark.parametrize(
+    "word", ["reload", "helm", "lora", "ollama", "fallback", "rate limit", "kubernetes", "alias"]
+)
+def test_the_search_knows_what_people_call_things(word: str) -> None:
+    assert any(word in words for words in site_hooks.aliases(DOCS).values())
+
+
+def test_words_for_the_search_stand_behind_the_title_and_are_not_shown() -> None:
+    made = site_hooks.with_words("<h1>T</h1><p>x</p>", ["a & b", "c"])
+    assert made == '<h1>T</h1><p hidden class="aliases">a &amp; b, c</p><p>x</p>'
+    assert site_hooks.with_words("<p>x</p>", []) == "<p>x</p>"
+
+
+def test_titles_of_how_to_pages_say_what_is_done() -> None:
+    titles = [page.read_text().partition("\n")[0] for page in (DOCS / "how-to").glob("*.md")]
+    assert not [title for title in titles if "How to" in title]
+
+
+def test_every_distribution_has_its_status() -> None:
+    text = (DOCS / "reference" / "status.md").read_text()
+    for project in ROOT.glob("plugins/*/*/pyproject.toml"):
+        name = project.parent.name
+        assert f"`{name}`" in text, f"docs/reference/status.md does not name {name}"
 
 
 def test_a_pattern_stands_for_the_pages_of_a_folder(tmp_path: Path) -> None:
