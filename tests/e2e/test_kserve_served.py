@@ -27,8 +27,7 @@ from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
-STREAMS, EACH = 20, 10
-"""Streams, and requests of each at the same time."""
+REQUESTS = 200
 TOKENS = 60
 PROMPT = "The quick brown fox jumps over the lazy dog, said the fox. " * 4
 
@@ -73,6 +72,8 @@ class Streams:
     """Streams of a client, each with several requests."""
 
     channel: grpc.aio.Channel
+    each: int
+    """Requests of a stream at the same time."""
     seen: dict[tuple[int, str], Seen] = field(factory=dict)
 
     async def run(self, number: int) -> grpc.StatusCode:
@@ -82,7 +83,7 @@ class Streams:
             request_serializer=lambda one: one.SerializeToString(),
             response_deserializer=ModelStreamInferResponse.FromString,
         )()
-        for request in range(EACH):
+        for request in range(self.each):
             sent = infer_request(
                 PROMPT,
                 model="m",
@@ -93,7 +94,7 @@ class Streams:
             )
             self.seen[number, str(request)] = Seen()
             await stream.write(sent)
-        left = EACH
+        left = self.each
         while left:
             said = await stream.read()
             assert said is not grpc.aio.EOF
@@ -114,7 +115,7 @@ class Streams:
 
     def begun(self) -> bool:
         """Whether each request has had something of its answer, and not all."""
-        return len(self.seen) == STREAMS * EACH and all(one.pieces for one in self.seen.values())
+        return len(self.seen) == REQUESTS and all(one.pieces for one in self.seen.values())
 
 
 def workers_of(cluster: LocalCluster) -> list[psutil.Process]:
@@ -126,10 +127,12 @@ def workers_of(cluster: LocalCluster) -> list[psutil.Process]:
     ]
 
 
-async def under_200(deployment: Deployment, disturb: Any) -> tuple[Streams, Sequence[Any]]:
+async def under_200(
+    deployment: Deployment, each: int, disturb: Any
+) -> tuple[Streams, Sequence[Any]]:
     async with grpc.aio.insecure_channel(deployment.cluster.url.partition("//")[2]) as channel:
-        streams = Streams(channel)
-        running = asyncio.gather(*map(streams.run, range(STREAMS)))
+        streams = Streams(channel, each)
+        running = asyncio.gather(*map(streams.run, range(REQUESTS // each)))
         async with asyncio.timeout(120):
             while not streams.begun():
                 assert not running.done()
@@ -149,7 +152,7 @@ def test_a_worker_is_killed_and_the_door_drained_under_200_requests(
     )
     expected = whole.json()["choices"][0]["text"]
     assert len(expected) > TOKENS
-    streams, codes = asyncio.run(under_200(deployment, workers_of(cluster)[0].kill))
+    streams, codes = asyncio.run(under_200(deployment, 10, workers_of(cluster)[0].kill))
     check(streams, expected)
     assert set(codes) == {grpc.StatusCode.OK}
     assert "migrated" in cluster.log()
@@ -157,7 +160,7 @@ def test_a_worker_is_killed_and_the_door_drained_under_200_requests(
     assert f'"/{SERVICE}/ModelStreamInfer"' in page
     wait_for_workers_at(deployment)
     assert cluster.process is not None
-    streams, codes = asyncio.run(under_200(deployment, cluster.process.terminate))
+    streams, codes = asyncio.run(under_200(deployment, 1, cluster.process.terminate))
     check(streams, expected)
     assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
