@@ -137,7 +137,7 @@ def counted() -> FrontendMetrics:
 
 def scraped(metrics: FrontendMetrics) -> str:
     """The text, less times of creation and the version."""
-    text = re.sub(r"(_created\{.*\} ).*", r"\1TIME", metrics.render().decode())
+    text = re.sub(r"(_created(?:\{.*\})? ).*", r"\1TIME", metrics.render().decode())
     return re.sub(r'version="[^"]*"', 'version="VERSION"', text)
 
 
