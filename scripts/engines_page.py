@@ -42,8 +42,8 @@ FEATURES = (
 HEAD = """# What works with which engine
 
 Generated from the tests that prove it (`make docs`): each word leads to one. *CPU* and *GPU*: against the real engine in that version, on such
-a machine. *Stand-in*: against a program of ours that offers the engine's published interfaces; **TensorRT-LLM has not been met in any other
-way**. An empty place means that no test proves it. The engine `sim` is no model, and has no column.
+a machine. *Stand-in*: against a program of ours that offers the engine's published interfaces; **a real TensorRT-LLM
+has never been run**. Empty cells are untested. The engine `sim` is no model, and has no column.
 
 """
 TAIL = """

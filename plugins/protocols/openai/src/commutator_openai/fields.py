@@ -60,7 +60,7 @@ class Off(Special):
     def convert(self, value: Any) -> Any:
         if _is_one_of(self.allowed, value):
             return value
-        raise ValueError(f"not supported: {self.why}; leave it out")
+        raise ValueError(f"not supported: {self.why}; remove it")
 
     def schema(self, inner: Any) -> dict[str, Any]:
         return {"enum": list(self.allowed)}
