@@ -191,6 +191,62 @@ def test_numbers_have_a_bound_and_texts_of_digits_have_none() -> None:
     assert digits_in_a_row(even, "") == 100, "a number of sevens may not end"
 
 
+NODE = {
+    "type": "object",
+    "properties": {
+        "value": {"type": "integer"},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 2},
+        {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    ],
+    ids=["any", "texts", "tree"],
+)
+def test_json_that_would_be_cut_is_closed(schema: dict[str, Any]) -> None:
+    hurried = 0
+    for seed in range(12):
+        matcher = GRAMMARS.matcher(of("json_schema", json.dumps(schema)))
+        noise = torch.Generator().manual_seed(seed)
+        written: list[int] = []
+        for left in range(160, 0, -1):
+            logits = torch.randn(TEXT.vocab_size, generator=noise)
+            chosen = int(matcher.allow(logits, logits, left).argmax())
+            if chosen in TEXT.eos_ids:
+                break
+            written.append(chosen)
+            matcher.advance(chosen)
+            if matcher.complete:
+                break
+        said = TEXT.decode(written)
+        jsonschema.validate(json.loads(said), schema)
+        hurried += matcher.hurried
+    assert hurried
+
+
+@pytest.mark.parametrize(("wanted", "hurried"), [('"', False), (" and", True)])
+def test_json_that_ends_by_itself_is_not_hurried(wanted: str, *, hurried: bool) -> None:
+    matcher = GRAMMARS.matcher(of("json_object"))
+    for token_id in TEXT.encode('{"a": {"b": "c', add_special_tokens=False):
+        matcher.advance(token_id)
+    for left, text in zip((9, 8, 7, 6, 5), (wanted, "\n", "}", "\n", "}"), strict=True):
+        logits = torch.zeros(TEXT.vocab_size)
+        logits[TEXT.encode(text, add_special_tokens=False)] = 1
+        matcher.advance(int(matcher.allow(logits, logits, left).argmax()))
+        if matcher.complete:
+            break
+    assert matcher.complete
+    assert matcher.hurried is hurried
+
+
 def test_a_grammar_that_takes_long_is_the_requests_fault() -> None:
     now_s = 0.0
 

@@ -311,10 +311,10 @@ def test_an_answer_that_cannot_go_on_is_the_requests_fault() -> None:
     engine.step()
 
     class Matcher:
-        complete = False
+        complete = hurried = False
 
-        def allow(self, logits: Any, raw: Any) -> Any:
-            del raw
+        def allow(self, logits: Any, raw: Any, left: int | None) -> Any:
+            del raw, left
             return logits
 
         def advance(self, token_id: int) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator_reference.grammar_trial import LIMITS, GrammarTrial
+from commutator_reference.json_place import JsonPlace, JsonTokens
 from commutator_reference.rewriting import rewritten
 from commutator_reference.structural_tags import lark_of_tags
 from commutator_reference.vocabulary import Vocabulary, vocabulary_of
@@ -39,13 +40,8 @@ KINDS: tuple[ConstraintKind, ...] = (
 _WHITESPACE = r"\n {0,24}| ?"
 """Between parts of JSON: a line's end and an indentation, or a space. Without a bound a small model
 writes nothing else for ever."""
-_MOST_DIGITS = 40
-"""In a row, of a number in JSON: no integer of 128 bits has more. They have a bound for the same
-reason."""
 _SHOWN = 300
 """Characters of a grammar's error."""
-_QUOTE, _BACKSLASH = b'"\\'
-_DIGITS = frozenset(b"0123456789")
 _KEPT = 16
 """Compiled grammars; each may have some MiB."""
 _PATIENCE_S = 1.0
@@ -81,8 +77,8 @@ class Grammars:
         self._lock = threading.Lock()
         # It guards the following.
         self._tokens: LLTokenizer | None = None
-        self._digits = np.zeros(0, dtype=bool)
-        """The tokens that begin with a digit; of the size of ``_tokens``."""
+        self._texts: JsonTokens | None = None
+        """Made with ``_tokens``."""
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         """By the grammar's digest; copied for each answer."""
 
@@ -104,11 +100,9 @@ class Grammars:
             problem = f"response_format: {constraint.kind}: {error}"[:_SHOWN]
             raise RequestError(problem, "response_format", "invalid_value") from error
         compiled = self._copy(grammar, constraint.kind)
-        numbers = None
-        if constraint.kind in {"json_object", "json_schema"}:
-            assert self._tokens is not None
-            numbers = _Numbers(self._tokens, self._digits)
-        matcher = Matcher(compiled, constraint.after, self._ends, self._cpu_clock, numbers)
+        is_json = constraint.kind in {"json_object", "json_schema"}
+        place = JsonPlace(self._texts) if is_json and self._texts is not None else None
+        matcher = Matcher(compiled, constraint.after, self._ends, self._cpu_clock, place)
         for token_id in answer:
             matcher.advance(token_id)
         return matcher
@@ -132,41 +126,13 @@ class Grammars:
                     self._vocabulary().tokenizer, n_vocab=self._vocab_size, eos_token=self._ends[0]
                 )
                 texts = (tokens.decode_bytes([token_id]) for token_id in range(self._vocab_size))
-                self._digits = np.fromiter((text[:1].isdigit() for text in texts), dtype=bool)
+                self._texts = JsonTokens(list(texts))
         compiled = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
         with self._lock:
             self._compiled[digest] = compiled
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return compiled.deep_copy()
-
-
-class _Numbers:
-    """How many digits of a number an answer in JSON has just written."""
-
-    def __init__(self, tokens: LLTokenizer, digits: NDArray[np.bool_]) -> None:
-        """``digits``: the tokens that begin with one."""
-        self._tokens = tokens
-        self._digits = digits
-        self._in_string = self._escaped = False
-        self._count = 0
-
-    def read(self, token_id: int) -> None:
-        for byte in self._tokens.decode_bytes([token_id]):
-            if self._in_string:
-                ends = byte == _QUOTE and not self._escaped
-                self._escaped = byte == _BACKSLASH and not self._escaped
-                self._in_string = not ends
-            else:
-                self._in_string = byte == _QUOTE
-                self._count = self._count + 1 if byte in _DIGITS else 0
-
-    def bounded(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Without further digits where there are enough and something else may follow."""
-        if self._count < _MOST_DIGITS:
-            return allowed
-        fewer = allowed & ~self._digits[: len(allowed)]
-        return fewer if fewer.any() else allowed
 
 
 class Matcher:
@@ -178,10 +144,12 @@ class Matcher:
         after: tuple[int, ...],
         ends: Sequence[int],
         cpu_clock: Callable[[], float],
-        numbers: _Numbers | None = None,
+        place: JsonPlace | None = None,
     ) -> None:
         self._matcher = matcher
-        self._numbers = numbers
+        self._place = place
+        self.hurried = False
+        """Whether the answer was closed, and not by itself, as few tokens were left."""
         self._cpu_clock = cpu_clock
         self._cpu_left_s = _PATIENCE_S
         self._after = after
@@ -194,9 +162,10 @@ class Matcher:
         """Whether the answer can only end here."""
         return self._begun and bool(self._matcher.is_stopped())
 
-    def allow(self, logits: Tensor, raw: Tensor) -> Tensor:
+    def allow(self, logits: Tensor, raw: Tensor, left: int | None = None) -> Tensor:
         """``logits`` [vocabulary] with minus infinity for what may not come next.
 
+        ``left``: the tokens that the answer may still have. JSON that would be cut is closed.
         ``raw`` are the model's own: they decide where ``logits`` exclude all that may come.
         """
         if not self._begun or self.complete or self._matcher.is_error():
@@ -207,9 +176,13 @@ class Matcher:
         allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
         if allowed[self._ends[0]]:
             allowed[self._ends] = True
-        if self._numbers is not None:
-            allowed = self._numbers.bounded(allowed)
-        mask = torch.from_numpy(allowed).to(logits.device)
+        if self._place is not None:
+            allowed = self._place.bounded(allowed)
+            if left is not None and left <= self._place.closing_tokens:
+                likeliest = int(logits.masked_fill(~_mask(allowed, logits), -torch.inf).argmax())
+                allowed = self._place.closing(allowed, self._ends)
+                self.hurried |= not allowed[likeliest] and not self._place.is_space(likeliest)
+        mask = _mask(allowed, logits)
         masked = logits.masked_fill(~mask, -torch.inf)
         if logits is raw or masked.isfinite().any():
             return masked
@@ -240,8 +213,12 @@ class Matcher:
                 f"{self._matcher.get_error()}"[:_SHOWN],
                 "response_format",
             )
-        elif self._numbers is not None:
-            self._numbers.read(token_id)
+        elif self._place is not None:
+            self._place.read(token_id)
+
+
+def _mask(allowed: NDArray[np.bool_], logits: Tensor) -> Tensor:
+    return torch.from_numpy(allowed).to(logits.device)
 
 
 def _grammar(

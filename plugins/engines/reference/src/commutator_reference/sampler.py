@@ -32,6 +32,9 @@ _MOST_PROMPT_LOGPROBS = 1024
 _TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are tried before the whole vocabulary is sorted."""
 
+_LAST_PARTS = 4
+"""JSON is closed within the last quarter of ``max_tokens``: short answers are left alone."""
+
 
 def validate_request(
     request: GenerateRequest, *, vocab_size: int, max_model_len: int, can_decode: bool
@@ -258,7 +261,9 @@ def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[in
     if sequence.bad_words:
         logits = forbid(logits, sequence.bad_words, sequence.tokens[sequence.prompt_length :])
     if sequence.matcher is not None:
-        logits = sequence.matcher.allow(logits, raw)
+        left = params.max_tokens - sequence.output_length
+        is_last_part = left * _LAST_PARTS <= params.max_tokens
+        logits = sequence.matcher.allow(logits, raw, left if is_last_part else None)
     token_id = _choose(logits, params, sequence.seed, len(sequence.tokens))
     if params.top_logprobs is None:
         return Sampled(token_id)
@@ -360,11 +365,13 @@ def find_stop(
     for the end-of-sequence token, as in vLLM.
     """
     params, token = sequence.request.sampling, sequence.tokens[-1]
+    hurried = sequence.matcher is not None and sequence.matcher.hurried
+    of_itself = Stop(FinishReason.LENGTH if hurried else FinishReason.STOP)
     if sequence.matcher is not None and sequence.matcher.complete:
-        return Stop(FinishReason.STOP)
+        return of_itself
     if sequence.output_length >= params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
-            return Stop(FinishReason.STOP)
+            return of_itself
         if token in params.stop_token_ids:
             return Stop(FinishReason.STOP, token)
         if params.stop and decode is not None:

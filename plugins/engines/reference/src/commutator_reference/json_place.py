@@ -1,0 +1,95 @@
+"""Where in JSON an answer is, so that it ends: numbers have a bound, and what is open is closed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_DIGITS = 40
+"""Of a number, in a row: no integer of 128 bits has more. Without a bound a small model writes
+nothing else for ever."""
+_CLOSING_TOKENS = 16
+_TOKENS_A_LEVEL = 4
+"""Tokens that are left for closing, in all and for each object or list that is open: a key that is
+required, its value, and the bracket."""
+_QUOTE, _BACKSLASH = b'"\\'
+_DIGITS = frozenset(b"0123456789")
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
+_IN_STRING = (re.compile(rb'"[\]}]*'),)
+"""How close tokens bring the end, the closest first; all others are the last."""
+_OUTSIDE = (
+    re.compile(rb"[\]}]+"),
+    re.compile(rb"[,:].*", re.DOTALL),
+    re.compile(rb'""?'),
+    re.compile(rb"[^\s\[{].*", re.DOTALL),
+)
+
+
+class JsonTokens:
+    """The texts of a model's tokens, and what they do in JSON."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.texts = texts
+        self.digits = np.fromiter((text[:1].isdigit() for text in texts), dtype=bool)
+        self.in_string = _ranks(texts, _IN_STRING)
+        self.outside = _ranks(texts, _OUTSIDE)
+
+
+def _ranks(texts: Sequence[bytes], kinds: Sequence[re.Pattern[bytes]]) -> NDArray[np.int8]:
+    def rank(text: bytes) -> int:
+        found = (number for number, kind in enumerate(kinds) if kind.fullmatch(text))
+        return next(found, len(kinds))
+
+    return np.fromiter(map(rank, texts), dtype=np.int8)
+
+
+class JsonPlace:
+    """One answer's."""
+
+    def __init__(self, tokens: JsonTokens) -> None:
+        self._tokens = tokens
+        self._in_string = self._escaped = False
+        self._digits = 0
+        """Just written, of a number."""
+        self._depth = 0
+
+    def read(self, token_id: int) -> None:
+        for byte in self._tokens.texts[token_id]:
+            if self._in_string:
+                ends = byte == _QUOTE and not self._escaped
+                self._escaped = byte == _BACKSLASH and not self._escaped
+                self._in_string = not ends
+            else:
+                self._in_string = byte == _QUOTE
+                self._digits = self._digits + 1 if byte in _DIGITS else 0
+                self._depth += (byte in _OPENING) - (byte in _CLOSING)
+
+    @property
+    def closing_tokens(self) -> int:
+        """With so few left what is open is closed."""
+        return _CLOSING_TOKENS + _TOKENS_A_LEVEL * self._depth
+
+    def is_space(self, token_id: int) -> bool:
+        """Whether the token is space between parts, or begins with it."""
+        return not self._in_string and self._tokens.texts[token_id][:1].isspace()
+
+    def bounded(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Without further digits where there are enough and something else may follow."""
+        if self._digits < _MOST_DIGITS:
+            return allowed
+        fewer = allowed & ~self._tokens.digits[: len(allowed)]
+        return fewer if fewer.any() else allowed
+
+    def closing(self, allowed: NDArray[np.bool_], ends: Sequence[int]) -> NDArray[np.bool_]:
+        """Those that bring the end closest."""
+        if self._escaped:
+            return allowed
+        ranks = self._tokens.in_string if self._in_string else self._tokens.outside
+        ranks = ranks[: len(allowed)].copy()
+        ranks[ends] = -1
+        nearest = ranks[allowed].min(initial=np.iinfo(np.int8).max)
+        nearer: NDArray[np.bool_] = allowed & (ranks == nearest)
+        return nearer
