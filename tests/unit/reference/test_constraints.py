@@ -187,8 +187,16 @@ def test_numbers_have_a_bound_and_texts_of_digits_have_none() -> None:
     assert digits_in_a_row(number, "") == 40
     assert digits_in_a_row(anything, '{"a": "') == 100
     assert digits_in_a_row(anything, '{"a": "\\"') == 100
-    even = of("json_schema", '{"type": "integer", "multipleOf": 2}')
-    assert digits_in_a_row(even, "") == 100, "a number of sevens may not end"
+    hundreds = of("json_schema", '{"type": "integer", "multipleOf": 100}')
+    assert digits_in_a_row(hundreds, "") == 40, "zeros are next"
+    matcher = GRAMMARS.matcher(hundreds, TEXT.encode("7" * 40, add_special_tokens=False))
+    logits, (zero,) = torch.zeros(TEXT.vocab_size), TEXT.encode("0", add_special_tokens=False)
+    for _ in range(2):
+        allowed = matcher.allow(logits, logits).isfinite()
+        assert allowed[zero]
+        assert not allowed[END]
+        matcher.advance(zero)
+    assert matcher.allow(logits, logits).isfinite().nonzero().flatten().tolist() == [END]
 
 
 NODE = {

@@ -34,6 +34,8 @@ class JsonTokens:
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
         self.digits = np.fromiter((text[:1].isdigit() for text in texts), dtype=bool)
+        self.zeros = np.fromiter((not text.strip(b"0") for text in texts), dtype=bool)
+        self.zeros &= self.digits
         self.in_string = _ranks(texts, _IN_STRING)
         self.outside = _ranks(texts, _OUTSIDE)
 
@@ -77,11 +79,17 @@ class JsonPlace:
         return not self._in_string and self._tokens.texts[token_id][:1].isspace()
 
     def bounded(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Without further digits where there are enough and something else may follow."""
+        """Without further digits where there are enough and something else may follow.
+
+        Where nothing may, as the number is no multiple of what it has to be, zeros make it one.
+        """
         if self._digits < _MOST_DIGITS:
             return allowed
-        fewer = allowed & ~self._tokens.digits[: len(allowed)]
-        return fewer if fewer.any() else allowed
+        for some in (~self._tokens.digits, self._tokens.zeros):
+            fewer = allowed & some[: len(allowed)]
+            if fewer.any():
+                return fewer
+        return allowed
 
     def closing(self, allowed: NDArray[np.bool_], ends: Sequence[int]) -> NDArray[np.bool_]:
         """Those that bring the end closest."""
