@@ -86,7 +86,7 @@ class JsonPlace:
         if self._digits < _MOST_DIGITS:
             return allowed
         for some in (~self._tokens.digits, self._tokens.zeros):
-            fewer = allowed & some[: len(allowed)]
+            fewer: NDArray[np.bool_] = allowed & some[: len(allowed)]
             if fewer.any():
                 return fewer
         return allowed
