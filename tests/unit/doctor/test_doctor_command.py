@@ -140,6 +140,18 @@ def test_an_environment_without_its_engine_is_found(tmp_path: Path) -> None:
     assert "No package metadata" in said["engine-missing"]
 
 
+@pytest.mark.parametrize(("launcher", "codes"), [("process", {"gpu-too-few"}), ("ray", set())])
+def test_gpus_are_counted_where_workers_start_on_this_machine(
+    launcher: str, codes: set[str], tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.32.0\n")
+    python.chmod(0o755)
+    engine = {"kind": "vllm", "python": str(python), "args": ["--tensor-parallel-size=512"]}
+    file = written(tmp_path, engines=[engine], launcher={"kind": launcher})
+    assert set(found(file)) & {"gpu-too-few"} == codes
+
+
 def test_nobody_at_the_url_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

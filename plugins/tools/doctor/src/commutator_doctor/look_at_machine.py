@@ -341,7 +341,8 @@ def _engines(config: Any) -> Iterator[facts.Engine]:
         text, problem = _run([python, "-c", program])
         arguments = tuple(getattr(engine, "args", ()))
         on_cpu = bool(getattr(engine, "on_cpu", False)) or "+cpu" in text
-        each = 0 if on_cpu else gpus_of(arguments)
+        # Another launcher chooses machines by what they have.
+        each = 0 if on_cpu or config.launcher.kind != "process" else gpus_of(arguments)
         yield facts.Engine(
             option=option,
             kind=engine.kind,
