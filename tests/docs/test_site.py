@@ -48,10 +48,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
 
     index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
-    for page, words in site_hooks.aliases(DOCS).items():
-        place = page.removesuffix(".md") + "/"
+    for named, words in site_hooks.aliases(DOCS).items():
+        place = named.removesuffix(".md") + "/"
         found = " ".join(one["text"] for one in index if one["location"].startswith(place))
-        assert all(word in found for word in words), page
+        assert all(word in found for word in words), named
 
 
 @pytest.mark.parametrize(
