@@ -48,6 +48,16 @@ class StreamCall(RpcCall):
             self._begun = True
             await self._stream.outbox.write(data)
 
+    async def reply(
+        self, parts: list[bytes], content_type: str = "application/json; charset=utf-8"
+    ) -> None:
+        await super().reply(parts, content_type)
+        await self._stream.outbox.flush()
+
+    async def end(self, last: bytes = b"") -> None:
+        await super().end(last)
+        await self._stream.outbox.flush()  # a drain waits for what is not answered, and no longer
+
     async def end_failed(self, failure: Failure) -> None:
         """Say what went wrong as the protocol does."""
         async with asyncio.timeout(_LAST_WORDS_S):
