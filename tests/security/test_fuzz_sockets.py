@@ -219,6 +219,7 @@ PATHS = [
     b"/v1/chat/completions/batch",
     *(b"/admin/planner", b"/admin/planner/explain?at=nan", b"/admin/planner/history"),
     *(b"/admin/planner/explain", b"/admin/planner/explain?at=%00&at=1e999", b"/admin/planner/x"),
+    *(b"/admin/route/explain", b"/leave"),
     *(path.encode() for path in sorted(PAGE_PATHS)),
     *(b"/admin/live", b"/admin/live/door", b"/admin/live/", b"/ui/../x", b"/%00", b"/..", b"*"),
 ]

@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ def doctor(
         rate = hit_rate(read_trace(traces)) if traces else None
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    logging.getLogger("commutator").setLevel(logging.ERROR)  # each problem is a finding
+    _log_errors_only()
     loaded, problems, warnings = _configuration(files, sets, no_plugins)
     seen = None
     if url is not None:
@@ -127,6 +128,13 @@ def doctor(
     if bundle is not None:
         _write(bundle, report, loaded, seen, log_file, api_key)
     raise SystemExit(report.exit_code)
+
+
+def _log_errors_only() -> None:
+    """While the command runs: each problem is a finding."""
+    logger = logging.getLogger("commutator")
+    click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
 
 
 def _report(
