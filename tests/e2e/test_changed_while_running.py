@@ -201,7 +201,7 @@ async def test_what_cannot_start_is_undone_and_what_is_refused_changes_nothing(
         assert "runtime.lease_s: stays as it is while the deployment runs" in refused.output
         assert await operator.status() == before
 
-        engine = {**DEPLOYMENT["engines"][0], "kv_capacity_blocks": 1, "start_timeout_s": 1.0}
+        engine = {**DEPLOYMENT["engines"][0], "kv_capacity_blocks": 1, "start_timeout_s": 0.05}
         _, said = await operator.apply(expected=3, engines=[engine])
         assert "has failed" in said
         back = await asyncio.to_thread(operator.run, "rollout", "status", "--wait", "--json")

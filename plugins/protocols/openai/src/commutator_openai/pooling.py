@@ -397,12 +397,14 @@ class _Running:
         return dispatched
 
     async def _result(self, dispatched: Any) -> bytes:
+        times = self._call.services.metrics.token_times(self._model, self._call.arrived_s)
         try:
             async for delta in dispatched:
                 if delta.finish_reason is not None:
                     self._workers |= dict.fromkeys(dispatched.worker_ids)
                     if self._call.explains and len(self._explained) < _EXPLAINED:
                         self._explained.append(dispatched.explain())
+                    times.tokens(1)  # all that comes, so it is what comes first
                     vectors: bytes = delta.vectors
                     return vectors
         finally:
