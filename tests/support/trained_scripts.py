@@ -93,6 +93,15 @@ def _tokens(texts: str) -> tuple[str, ...]:
 
 _TODAY = {'strftime_now("%Y-%m-%d")': '"2026-11-28"'}
 
+_GLM: dict[str, Any] = {
+    "end": "<|user|>",
+    "call_end": "<|observation|>",
+    "special": _tokens("[gMASK] <sop> <|system|> <|assistant|>"),
+    "added": _tokens(
+        "<think> </think> <tool_call> </tool_call> <tool_response> "
+        "</tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
+    ),
+}
 _FAMILIES = (
     Family(
         name="hermes",
@@ -159,24 +168,12 @@ _FAMILIES = (
     Family(
         name="glm",
         template="GLM-4.6",
-        end="<|user|>",
-        call_end="<|observation|>",
-        special=_tokens("[gMASK] <sop> <|system|> <|assistant|>"),
-        added=_tokens(
-            "<think> </think> <tool_call> </tool_call> <tool_response> "
-            "</tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
-        ),
+        **_GLM,
     ),
     Family(
         name="glm_4_7",
         template="GLM-4.7-Flash",
-        end="<|user|>",
-        call_end="<|observation|>",
-        special=_tokens("[gMASK] <sop> <|system|> <|assistant|>"),
-        added=_tokens(
-            "<think> </think> <tool_call> </tool_call> <tool_response> "
-            "</tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
-        ),
+        **_GLM,
         begins_thinking=True,
     ),
     Family(

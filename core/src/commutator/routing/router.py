@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 import traceback
@@ -421,12 +422,12 @@ class PolicyRunner:
         self._name = f"{what} {type(policy).__name__}"
         self._strict = strict
         self._failures: Counter[object] = Counter()
-        self._last: tuple[str, float] | None = None
+        self._last: tuple[str | None, float] = None, -math.inf
 
     def failing(self) -> str | None:
         """What went wrong last, if that was in the last five minutes."""
-        recent = self._last is not None and time.monotonic() - self._last[1] < _FAILING_S
-        return self._last[0] if self._last is not None and recent else None
+        problem, at_s = self._last
+        return problem if time.monotonic() - at_s < _FAILING_S else None
 
     def failed(self, problem: str, cause: Exception | None, instead: str) -> str:
         """The problem, with the policy's name. ``instead``: what is done without its answer."""

@@ -271,8 +271,8 @@ class WorkerAgent:
     ) -> EngineInfo:
         limit_s = self._spec.config.start_timeout_s
         loop = asyncio.get_running_loop()
-        began_s = looked_s = loop.time()
-        used_s = 0.0
+        began_s = loop.time()
+        patience = _StartPatience(limit_s, began_s)
         problem = "no answer"
         logged = process is not None  # a starting process does not answer yet
         try:
@@ -288,14 +288,8 @@ class WorkerAgent:
                         if process is None:
                             self._starts.waits(problem)
                     await asyncio.sleep(_POLL_S)
-                    if process is not None and loop.time() - looked_s > limit_s / _START_LOOKS:
-                        looked_s = loop.time()
-                        now_s = process.cpu_s()
-                        if now_s is not None and now_s - used_s > _START_WORKS * limit_s:
-                            used_s = now_s
-                            limit.reschedule(
-                                min(looked_s, began_s + _MOST_MORE * limit_s) + limit_s
-                            )
+                    if process is not None:
+                        limit.reschedule(patience.until_s(loop.time(), process))
         except TimeoutError:
             waited_s = loop.time() - began_s
             raise EngineError(f"not ready after {waited_s:.3g} s: {problem}") from None
@@ -429,6 +423,27 @@ class WorkerAgent:
             labels=dict(self._spec.labels),
             generation=self._spec.generation,
         )
+
+
+class _StartPatience:
+    """Until when a process may start: for ``limit_s``, and as long again while it computes."""
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_s = self._looked_s = now_s
+        self._used_s = 0.0
+        self._until_s = now_s + limit_s
+
+    def until_s(self, now_s: float, process: LaunchedProcess) -> float:
+        """The moment, by the clock of ``now_s``."""
+        if now_s - self._looked_s > self._limit_s / _START_LOOKS:
+            self._looked_s = now_s
+            used_s = process.cpu_s()
+            if used_s is not None and used_s - self._used_s > _START_WORKS * self._limit_s:
+                self._used_s = used_s
+                last_s = self._began_s + _MOST_MORE * self._limit_s
+                self._until_s = min(now_s, last_s) + self._limit_s
+        return self._until_s
 
 
 def _with_pid(info: EngineInfo, process: LaunchedProcess | None) -> EngineInfo:
