@@ -67,11 +67,19 @@ def test_limits_are_kept_and_batches_are_full(moves: list[BlockMove], limit: int
         assert batch.size_bytes == sum(span.size_bytes for span in batch.local)
         assert batch.size_bytes <= limit or len(batch.indices) == 1
     for first, second in pairwise(batches):
-        assert first.size_bytes + moves[second.indices[0]].local.size_bytes > limit
+        if not (first.regions or second.regions):
+            assert first.size_bytes + moves[second.indices[0]].local.size_bytes > limit
 
 
 @given(move_lists(), LIMITS)
-def test_what_touches_is_merged_unless_it_has_a_region(moves: list[BlockMove], limit: int) -> None:
+def test_an_object_is_a_transfer_of_its_own(moves: list[BlockMove], limit: int) -> None:
+    """NIXL reports the first failure of several, and goes on with the others' memory unseen."""
+    for batch in plan_batches(moves, range(len(moves)), limit):
+        assert not batch.regions or len(batch.indices) == 1
+
+
+@given(move_lists(), LIMITS)
+def test_what_touches_is_merged(moves: list[BlockMove], limit: int) -> None:
     for batch in plan_batches(moves, range(len(moves)), limit):
         chosen = [moves[index] for index in batch.indices]
         assert batch.regions == tuple(m.region for m in chosen if m.region is not None)
@@ -81,9 +89,7 @@ def test_what_touches_is_merged_unless_it_has_a_region(moves: list[BlockMove], l
 
 def contiguous(first: BlockMove, second: BlockMove) -> bool:
     return (
-        first.region is None
-        and second.region is None
-        and first.remote.device == second.remote.device
+        first.remote.device == second.remote.device
         and first.local.address + first.local.size_bytes == second.local.address
         and first.remote.address + first.remote.size_bytes == second.remote.address
     )

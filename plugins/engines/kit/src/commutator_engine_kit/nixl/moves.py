@@ -217,19 +217,22 @@ def plan_batches(
 ) -> list[Batch]:
     """Batches that move these blocks in this order, each of at most ``max_batch_bytes``.
 
-    A block is never split: one that is larger than the limit is a batch alone. Neighbours that
-    are contiguous on both sides become one span, unless a block has its own region. Raises
-    ValueError when a block's two places differ in size.
+    A block is never split: one that is larger than the limit is a batch alone. So is one with its
+    own region: a transfer of several objects fails with the first of them, and NIXL then goes on
+    reading or writing the others' memory with no way to learn when it ends. Neighbours that are
+    contiguous on both sides become one span. Raises ValueError when a block's two places differ in
+    size.
     """
     batches: list[Batch] = []
     chosen: list[int] = []
     size_bytes = 0
     for index in indices:
-        local, remote, _ = moves[index]
+        local, remote, region = moves[index]
         block_bytes = local.size_bytes
         if remote.size_bytes != block_bytes:
             raise ValueError(f"sizes differ: {local} and {remote}")
-        if chosen and size_bytes + block_bytes > max_batch_bytes:
+        is_alone = region is not None or (chosen and moves[chosen[-1]].region is not None)
+        if chosen and (is_alone or size_bytes + block_bytes > max_batch_bytes):
             batches.append(_batch(moves, chosen, size_bytes))
             chosen, size_bytes = [], 0
         chosen.append(index)
@@ -260,9 +263,7 @@ def _batch(moves: Sequence[BlockMove], indices: Sequence[int], size_bytes: int) 
 
 def _continues(one: BlockMove, other: BlockMove) -> bool:
     return (
-        one.region is None
-        and other.region is None
-        and one.local.address + one.local.size_bytes == other.local.address
+        one.local.address + one.local.size_bytes == other.local.address
         and one.remote.address + one.remote.size_bytes == other.remote.address
         and one.local.device == other.local.device
         and one.remote.device == other.remote.device
