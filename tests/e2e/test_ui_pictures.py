@@ -29,8 +29,8 @@ from tests.support.browser import Page, browser, why_no_browser
 from tests.support.pictures import folder_of_pictures, save
 
 from commutator.auth.keys import hash_of, new_key
-from commutator.cli.front_door import FrontDoor
 from commutator_console.door import live
+from commutator_console.front_door import FrontDoor
 from commutator_console.view import History, view
 from commutator_scaffold.local_cluster import LocalCluster
 

@@ -41,7 +41,7 @@ BESIDE = {
     "commutator_certs": {"trust.identity"},
     "commutator_limits": {"registry.hub"},
     "commutator_models": {"plugins"},
-    "commutator_slo": {"cli.added", "cli.front_door"},
+    "commutator_slo": {"cli.added"},
     "commutator_tuning": {"config.load", "config.model", "config.show", "config.tunable"},
 }
 # Released with core, of core's own version, and so free to import its internals:
@@ -53,13 +53,17 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 # Replays run the planner and its tuning in virtual time; responses in NATS count as those in
 # memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
 # classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
-# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP.
+# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP. Commands of
+# operators ask a front door as the console's do.
 BUILDS_ON = {
+    "commutator_doctor": {"commutator_console"},
     "commutator_grpc": {"commutator_http"},
     "commutator_kserve": {"commutator_openai"},
     "commutator_pooling": {"commutator_openai"},
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
     "commutator_responses_nats": {"commutator_nats", "commutator_responses"},
+    "commutator_rollout": {"commutator_console"},
+    "commutator_slo": {"commutator_console"},
     "commutator_testing": {"commutator_scaffold"},
 }
 OF_CORE = {

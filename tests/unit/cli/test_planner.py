@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from commutator.cli.front_door import FrontDoor
 from commutator.cli.main import main
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor
 from commutator_slo.cli.command import _unix_s
 
 PLAN = {

@@ -14,10 +14,10 @@ from rich.console import Console
 from tests.support.front_door import FakeDispatcher, front_door
 from tests.support.principals import gate_of
 
-from commutator.cli.front_door import LostError
 from commutator.cli.main import main
 from commutator.contract.principal import Principal
 from commutator.errors import CommutatorError
+from commutator_console.front_door import LostError
 from commutator_console.top import followed
 from commutator_console.view import History, view
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from commutator.cli.front_door import FrontDoor
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor
 
 _SILENT_S = 10.0
 """A live view comes every second."""

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.options import NumberRange
 from commutator.contract.worker import (
     BlockExplanation,
@@ -30,6 +29,7 @@ from commutator.contract.worker import (
 )
 from commutator.errors import CommutatorError
 from commutator_console.door import prompt_body, prompt_options
+from commutator_console.front_door import FrontDoor, front_door_options
 
 AnswerT = TypeVar("AnswerT")
 _LONGER_S = 60.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator_console.door import own_socket, prompt_body, prompt_options
+from commutator_console.front_door import FrontDoor, front_door_options
 from commutator_console.preview import PREVIEW_PATH
 
 

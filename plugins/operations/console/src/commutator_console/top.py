@@ -13,8 +13,8 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from commutator.cli.front_door import FrontDoor, LostError, front_door_options
 from commutator_console.door import live
+from commutator_console.front_door import FrontDoor, LostError, front_door_options
 from commutator_console.view import History, view
 
 _RETRY_S = 1.0

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commutator.cli.front_door import start_text
+from commutator_console.front_door import start_text
 
 _NONE = "\N{EN DASH}"
 _BARS = "▁▂▃▄▅▆▇█"

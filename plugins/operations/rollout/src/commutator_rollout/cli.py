@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from commutator.cli.front_door import FrontDoor, LostError, front_door_options
 from commutator.cli.options import NumberRange, set_option
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor, LostError, front_door_options
 from commutator_rollout.plugin import PATH
 
 _APPLY_S = 900.0

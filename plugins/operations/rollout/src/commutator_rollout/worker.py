@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import click
 
-from commutator.cli.front_door import FrontDoor, front_door_options, start_text
 from commutator.cli.options import NumberRange, Sources, configuration_options
 from commutator.cli.serve import must_be_shared, run_deployment
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor, front_door_options, start_text
 
 _POLL_S = 0.2
 

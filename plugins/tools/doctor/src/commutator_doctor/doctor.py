@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commutator.cli.front_door import FrontDoor
 from commutator.cli.options import DEFAULT_FILE, no_plugin_option, set_option
 from commutator.errors import CommutatorError, ConfigError
+from commutator_console.front_door import FrontDoor
 from commutator_doctor.bundle import last_lines, write_bundle
 from commutator_doctor.deployment import DEPLOYMENT
 from commutator_doctor.findings import Finding

@@ -10,8 +10,8 @@ from typing import Any
 
 from attrs import frozen
 
-from commutator.cli.front_door import FrontDoor, LostError
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor, LostError
 from commutator_doctor.deployment import Deployment, Trial
 from commutator_doctor.metrics import Metrics
 

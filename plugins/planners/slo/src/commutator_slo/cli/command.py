@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from commutator.cli.added import AddedCommands
-from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor, front_door_options
 from commutator_slo.cli.profile import profile_command
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")

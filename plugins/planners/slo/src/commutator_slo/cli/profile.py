@@ -18,8 +18,8 @@ import yaml
 from attrs import define
 
 from commutator import Operation
-from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.errors import CommutatorError
+from commutator_console.front_door import FrontDoor, front_door_options
 from commutator_slo.profile import Answered, Profile, profile, profile_inputs
 
 _TOKEN_IDS = (100, 20_000)
