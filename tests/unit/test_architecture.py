@@ -53,8 +53,8 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 # Replays run the planner and its tuning in virtual time; responses in NATS count as those in
 # memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
 # classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
-# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP. Commands of
-# operators ask a front door as the console's do.
+# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP. Operators'
+# commands ask a front door as the console's do.
 BUILDS_ON = {
     "commutator_doctor": {"commutator_console"},
     "commutator_grpc": {"commutator_http"},
