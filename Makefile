@@ -24,6 +24,7 @@
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
 # make dist     wheels of every distribution in dist/; `make try-wheels` uses them as a stranger would
+# make release  the wheels with a lock of hashes, an SBOM and digests, audited for known holes
 # make docs     regenerate the generated pages
 # make site     the docs as a site in build/site, without a broken link; `make site-serve` while you write
 # make walks    regenerate docs/reference/walks.md from running clusters
@@ -43,7 +44,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -168,6 +169,9 @@ bench: $(VENV)/.test
 
 dist: $(VENV)/.base
 	$(BIN)/python scripts/build_wheels.py
+
+release: $(VENV)/.base
+	$(BIN)/python scripts/release.py --constraint constraints.txt
 
 try-wheels: dist
 	$(BIN)/python scripts/try_wheels.py
