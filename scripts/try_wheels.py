@@ -46,6 +46,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "http": "",
     "jwt": "auth: [{kind: jwt}]",
     "kserve": "frontend: {protocols: [{kind: kserve}]}",
+    "kubernetes": "registry: {kind: kubernetes}",
     "kv-router": "",
     "limits": "limiter: {kind: ledger}",
     "models": ("models",),

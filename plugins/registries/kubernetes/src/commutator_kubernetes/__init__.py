@@ -1,0 +1,1 @@
+"""Workers on Kubernetes: a registry in the API server."""
