@@ -59,7 +59,7 @@ class Access:
                 for file, content in zip(files, self.certificate, strict=True):
                     file.touch(mode=0o600)
                     file.write_bytes(content)
-                context.load_cert_chain(*files)
+                context.load_cert_chain(files[0], files[1])
         return context
 
 
