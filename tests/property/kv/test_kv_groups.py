@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commutator.contract.block import CacheIdentity
 from commutator_engine_kit.kv import KvGroup, KvKind, group_identities, usable_boundary
-from commutator_engine_kit.kv.groups import usable_boundaries
+from commutator_engine_kit.kv.groups import sequence_bytes, usable_boundaries
 
 BASE = CacheIdentity(
     model="m", weights="w", tokenizer="t", dtype="float32", layout="l", block_size=4
@@ -99,3 +100,30 @@ def test_groups_with_other_bytes_have_other_keys(groups: list[KvGroup]) -> None:
 
 def test_what_was_stored_before_there_were_groups_stays_valid() -> None:
     assert BASE.digest.hex() == OLD_DIGEST
+
+
+@given(group(), st.integers(1, 64))
+def test_a_long_sequence_takes_no_more_than_is_told(one: KvGroup, block_bytes: int) -> None:
+    one = evolve(one, block_bytes=block_bytes)
+    (told,) = sequence_bytes([one]).values()
+    size, kind = one.block_size, one.kind
+    if not one.most_blocks:
+        assert told == (block_bytes / size, 0)
+        return
+    # A token reads what is before it, and writes itself, or the state.
+    touched = [
+        {each // size for each in reads(kind, one.window, token) | {token}}
+        for token in range(120, 120 + 41 * size)
+    ]
+    most = 1 if kind is KvKind.RECURRENT else max(map(len, touched))
+    assert told == (0.0 if kind is KvKind.RECURRENT else block_bytes / size, most * block_bytes)
+
+
+def test_groups_of_one_kind_are_told_together() -> None:
+    window = KvGroup(kind=KvKind.SLIDING, block_size=32, window=64, block_bytes=3200)
+    full = KvGroup(kind=KvKind.FULL, block_size=32, block_bytes=640)
+    unknown = KvGroup(kind=KvKind.LATENT, block_size=32)
+    assert sequence_bytes([window, full, window, unknown]) == {
+        "sliding 64": (200.0, 2 * 3 * 3200),
+        "full": (20.0, 0),
+    }

@@ -47,6 +47,7 @@ STATISTICS = KvStatistics(
     held_on_device=0,
     loads_running=0,
     stores_running=0,
+    sequence_bytes={"full": (128.0, 0), "sliding 64": (640.0, 61440), "recurrent": (0.0, 4096)},
 )
 
 
@@ -82,6 +83,22 @@ def test_every_reason_has_its_counter() -> None:
     assert value("store_failed_total", source="dram", tier="s3", reason="write failed") == 1
     assert value("load_latency_seconds", tier="s3") == 0.01
     assert value("load_latency_seconds", tier="dram") is None
+
+
+def test_a_sequence_is_told_by_kinds_of_layers() -> None:
+    found = scraped(FrontendMetrics(Readings(kv=lambda: {"w-0": STATISTICS})))
+    told = {
+        (name.removeprefix("commutator_kv_"), dict(labels)["layers"]): value
+        for (name, labels), value in found.items()
+        if "layers" in dict(labels)
+    }
+    assert told == {
+        ("token_bytes", "full"): 128,
+        ("token_bytes", "sliding 64"): 640,
+        ("token_bytes", "recurrent"): 0,
+        ("sequence_most_bytes", "sliding 64"): 61440,
+        ("sequence_most_bytes", "recurrent"): 4096,
+    }
 
 
 def test_failed_verifications_tell_when() -> None:

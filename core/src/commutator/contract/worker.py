@@ -355,6 +355,9 @@ class KvStatistics:
     """Loads that have begun and not ended."""
     stores_running: int
     """Stores that have begun and not ended."""
+    sequence_bytes: Mapping[str, tuple[float, int]] = Factory(dict)
+    """By kind of layers: KV bytes of one more token of a sequence, and the most of a sequence in a
+    window or state, however long; 0: no limit. Of one tensor- and pipeline-parallel rank."""
 
     def edge(self, source: str, target: str) -> EdgeStatistics:
         """The counters of one edge; zeroes when nothing was stored that way."""

@@ -317,6 +317,14 @@ KV_LOAD_LATENCY_SECONDS = _gauge(
 KV_LOAD_BLOCK_SECONDS = _gauge(
     "kv_load_block_seconds{worker,tier}", "What each block adds to a load, as measured."
 )
+KV_TOKEN_BYTES = _gauge(
+    "kv_token_bytes{worker,layers}",
+    "KV bytes of one more token of a sequence in layers of one kind, on each rank; 0 for states.",
+)
+KV_SEQUENCE_MOST_BYTES = _gauge(
+    "kv_sequence_most_bytes{worker,layers}",
+    "The most KV bytes of a sequence, however long, in layers with a window or a state.",
+)
 KV_LOADS = _total(
     "kv_loads{worker,tier,outcome}",
     "Blocks requested from a tier, by outcome; only `loaded` ones were used.",

@@ -151,6 +151,10 @@ def _of_tiers(worker: str, counted: KvStatistics) -> Samples:
         yield from _of_tier(worker, tier)
     for edge in counted.edges:
         yield from _of_edge(worker, edge)
+    for layers, (token, most) in counted.sequence_bytes.items():
+        yield families.KV_TOKEN_BYTES, (worker, layers), token
+        if most:
+            yield families.KV_SEQUENCE_MOST_BYTES, (worker, layers), most
 
 
 def _of_tier(worker: str, tier: TierState) -> Samples:

@@ -275,6 +275,17 @@ def show_statistics(answers: Mapping[str, KvStatistics]) -> None:
     console.print(loads)
     console.print("Into the tiers", style="bold")
     console.print(stores)
+    console.print("KV of one sequence, on each rank", style="bold")
+    console.print(_sequence_bytes(answers))
+
+
+def _sequence_bytes(answers: Mapping[str, KvStatistics]) -> Table:
+    table = _table("worker", "layers", "each token>", "at most>")
+    for worker, counts in answers.items():
+        for layers, (token, most) in counts.sequence_bytes.items():
+            limit = _human_bytes(most) if most else "no limit"
+            _add_row(table, worker, layers, _human_bytes(token) if token else "0 B", limit)
+    return table
 
 
 def show_verified(answers: Mapping[str, Sequence[TierVerification]]) -> None:

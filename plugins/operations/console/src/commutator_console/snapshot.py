@@ -348,6 +348,10 @@ def worker_row(
             }
             for tier in (() if kv is None else kv.tiers)
         ],
+        "sequence_bytes": [
+            {"layers": layers, "token": token, "most": most or None}
+            for layers, (token, most) in ({} if kv is None else kv.sequence_bytes).items()
+        ],
     }
 
 
@@ -367,6 +371,7 @@ def _row(one: WorkerStatus | UnreadyWorker) -> dict[str, Any]:
         "version": "",
         "requests": 0,
         "tiers": [],
+        "sequence_bytes": [],
     }
 
 

@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from attrs import evolve
+
 from commutator.contract.block import CacheIdentity, KvEvent
 from commutator.contract.tier import StoredBlock
 from commutator.contract.worker import KvExchange, KvStatistics
@@ -22,7 +24,7 @@ from commutator.errors import TierError
 from commutator_engine_kit.kv.arena import Arena
 from commutator_engine_kit.kv.block_manager.actions import JobUrgency
 from commutator_engine_kit.kv.block_manager.manager import BlockManager
-from commutator_engine_kit.kv.groups import KvGroup, group_identities, whole
+from commutator_engine_kit.kv.groups import KvGroup, group_identities, sequence_bytes, whole
 from commutator_engine_kit.kv.lending import TierExporter, lend
 from commutator_engine_kit.kv.loads import Loads
 from commutator_engine_kit.kv.lookups import Lookups
@@ -193,7 +195,8 @@ class KvConnector:
     def statistics(self) -> KvStatistics:
         """The counters and states of all tiers."""
         with self._queue:
-            return self._stack.manager.statistics()
+            counted = self._stack.manager.statistics()
+        return evolve(counted, sequence_bytes=sequence_bytes(self.groups))
 
     @property
     def idle(self) -> bool:

@@ -73,6 +73,23 @@ class KvGroup:
         return self.kind in _WHOLE_PREFIX
 
     @property
+    def most_blocks(self) -> int:
+        """The most blocks that one token reads or writes, however long its sequence; 0: no limit.
+
+        Of recurrent layers that is one, the state.
+        """
+        match self.kind:
+            case KvKind.SLIDING:
+                return (self.window - 2) // self.block_size + 2
+            case KvKind.CHUNKED:
+                size, window = self.block_size, self.window
+                return -(-window // size) if not window % size else (window - 2) // size + 2
+            case KvKind.RECURRENT:
+                return 1
+            case _:
+                return 0
+
+    @property
     def identity(self) -> str:
         """The group as ``CacheIdentity.group``: equal only for groups with equal bytes."""
         return json.dumps([self.kind, self.window, self.layers, self.layout])
@@ -118,6 +135,24 @@ def group_identities(base: CacheIdentity, groups: Sequence[KvGroup]) -> tuple[Ca
 def announced_group(groups: Sequence[KvGroup]) -> int | None:
     """The group whose blocks routers follow: the first that needs the whole prefix, if any."""
     return next((number for number, group in enumerate(groups) if group.keeps_prefix), None)
+
+
+def sequence_bytes(groups: Sequence[KvGroup]) -> dict[str, tuple[float, int]]:
+    """As ``KvStatistics.sequence_bytes``, in whole blocks where a sequence has a limit.
+
+    Groups of one kind with one window are counted together; those whose size is not known are
+    left out.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    for group in groups:
+        if not group.block_bytes:
+            continue
+        name = f"{group.kind} {group.window}" if group.window else str(group.kind)
+        token, most = found.get(name, (0.0, 0))
+        if group.kind is not KvKind.RECURRENT:
+            token += group.block_bytes / group.block_size
+        found[name] = token, most + group.most_blocks * group.block_bytes
+    return found
 
 
 def alignment(groups: Sequence[KvGroup]) -> int:

@@ -101,7 +101,12 @@ export function createView() {
     const capacity = one.load?.kv_capacity_blocks;
     bar(cells.kv.track, capacity ? [["k0", one.load.kv_used_blocks / capacity], ["k0 faint", one.load.kv_cached_blocks / capacity]] : []);
     setText(cells.kv.text, capacity ? percent((one.load.kv_used_blocks + one.load.kv_cached_blocks) / capacity) : "–");
-    cells.kv.node.title = capacity ? `${one.load.kv_used_blocks} blocks in use, ${one.load.kv_cached_blocks} cached, of ${capacity}` : "";
+    cells.kv.node.title = [
+      capacity ? `${one.load.kv_used_blocks} blocks in use, ${one.load.kv_cached_blocks} cached, of ${capacity}` : "",
+      ...(one.sequence_bytes ?? []).map((kind) => [
+        `${kind.layers}:`, kind.token ? `${number(kind.token)} bytes a token` : "", kind.most ? `at most ${number(kind.most)} bytes a sequence` : "",
+      ].filter(Boolean).join(" ")),
+    ].filter(Boolean).join("\n");
     keyed(cells.tiers, one.tiers, (tier) => tier.name, tierNode, (node, tier, at) => {
       node.classList.toggle("down", !tier.up);
       setText(node.children[0], tier.name);
