@@ -241,6 +241,20 @@ DASHBOARDS = (
                 "percentunit",
                 "Of bounded tiers.",
             ),
+            _one(
+                "KV of one more token of a sequence",
+                "max by (layers) (commutator_kv_token_bytes)",
+                "{{layers}}",
+                "bytes",
+                "By kind of layers, on each rank; 0 for states.",
+            ),
+            _one(
+                "The most KV of a sequence",
+                "max by (layers) (commutator_kv_sequence_most_bytes)",
+                "{{layers}}",
+                "bytes",
+                "In layers with a window or a state, on each rank.",
+            ),
         ),
     ),
     Dashboard(
