@@ -26,8 +26,8 @@ cp "$dir/root/usr/bin/etcd" "$dir/root/usr/bin/containerd" "$dir/root/usr/bin/co
 mkdir -p "$dir/cni" && cp -L "$dir"/root/usr/lib/cni/{bridge,host-local,loopback} "$dir/cni/"
 
 echo "--- source"
-mirror=$(cat /etc/apt/sources.list.d/*.sources /etc/apt/sources.list 2>/dev/null |
-  grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ')
+mirror=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list.d /etc/apt/sources.list 2>/dev/null |
+  head -1 | tr -d ' ' || true)
 echo "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main" >"$dir/src.list"
 apt="apt-get -qq -o Dir::Etc::SourceList=$dir/src.list -o Dir::Etc::SourceParts=/dev/null -o Dir::State::Lists=$dir/lists
   -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root"

@@ -1,13 +1,14 @@
-"""Registers the registry of kind `kubernetes`. It imports aiohttp only where it is used."""
+"""Registers the registry and the launcher of kind `kubernetes`. aiohttp is imported on use."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from commutator import hookimpl
-from commutator.contract.registration import RegistryRegister
+from commutator.contract.launcher import AgentLauncher, LauncherContext
+from commutator.contract.registration import LauncherRegister, RegistryRegister
 from commutator.contract.registry import Registry
-from commutator_kubernetes.config import KubernetesRegistryConfig
+from commutator_kubernetes.config import KubernetesLauncherConfig, KubernetesRegistryConfig
 
 
 def _make(config: Any) -> Registry:
@@ -19,3 +20,15 @@ def _make(config: Any) -> Registry:
 @hookimpl
 def registry_register(register: RegistryRegister) -> None:
     register("kubernetes", KubernetesRegistryConfig, _make)
+
+
+def _launch(config: Any, context: LauncherContext) -> AgentLauncher:
+    from commutator_kubernetes.launcher import KubernetesLauncher
+
+    del context  # of processes on this machine
+    return KubernetesLauncher(config)
+
+
+@hookimpl
+def launcher_register(register: LauncherRegister) -> None:
+    register("kubernetes", KubernetesLauncherConfig, _launch)
