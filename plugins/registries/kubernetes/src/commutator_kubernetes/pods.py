@@ -130,7 +130,8 @@ def pod_of(plan: AgentPlan, config: KubernetesLauncherConfig, owner: Json) -> Js
         }
     ]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    return merged(pod, options.template)
+    made: Json = merged(pod, options.template)
+    return made
 
 
 def merged(ours: Any, theirs: Any, of: str = "") -> Any:
