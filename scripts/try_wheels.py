@@ -48,6 +48,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "kserve": "frontend: {protocols: [{kind: kserve}]}",
     "kubernetes": "registry: {kind: kubernetes}",
     "kv-router": "",
+    "kubernetes-tools": ("kubernetes", "--help"),
     "limits": "limiter: {kind: ledger}",
     "models": ("models",),
     "nats": "cluster: {events: {kind: nats}}",

@@ -72,6 +72,7 @@ OF_CORE = {
     "commutator_rollout",
     "commutator_console",
     "commutator_doctor",
+    "commutator_kubernetes_tools",
     "commutator_scaffold",
     "commutator_testing",
 }

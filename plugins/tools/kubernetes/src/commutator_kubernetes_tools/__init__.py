@@ -1,0 +1,1 @@
+"""Deployments as Kubernetes objects, and deployments of other servers as configurations."""
