@@ -328,3 +328,25 @@ def test_json_is_a_list_of_the_same_objects(tmp_path: Path) -> None:
     listed = yaml.safe_load(CliRunner().invoke(main, [*command, "--json"]).stdout)
     assert listed["items"] == list(yaml.safe_load_all(text))
     assert {one["metadata"]["namespace"] for one in listed["items"]} == {"a"}
+
+
+def test_pods_ask_the_api_server_only_for_a_registry_in_it(tmp_path: Path) -> None:
+    """Its Role is of the registry's own manifests, so that render grants nothing."""
+    registry = 'registry: {kind: etcd, endpoints: ["http://etcd.default.svc:2379"]}'
+    text = SHARED.replace(registry, "registry: {kind: kubernetes}")
+    objects = rendered(text, tmp_path, namespace="llm")
+    binding = of_kind(objects, "RoleBinding")["commutator"]
+    assert binding["roleRef"]["name"] == "commutator"
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": "commutator", "namespace": "llm"}
+    ]
+    for one in objects:
+        kubernetes_validate.validate(one, "1.25", strict=True)
+    pods = [pod_of(one) for one in objects if one["kind"] in ("StatefulSet", "Deployment")]
+    assert all(pod["automountServiceAccountToken"] for pod in pods)
+    names = [{one["name"] for one in pod["containers"][0]["env"]} for pod in pods]
+    assert all({"POD_NAME", "POD_UID"} <= each for each in names)
+    plain = rendered(SHARED, tmp_path)
+    assert not of_kind(plain, "RoleBinding")
+    pods = [pod_of(one) for one in plain if one["kind"] in ("StatefulSet", "Deployment")]
+    assert not any(pod["automountServiceAccountToken"] for pod in pods)

@@ -38,6 +38,8 @@ def objects_of(plan: Plan) -> list[Object]:
 def _objects(plan: Plan) -> Iterator[Object]:
     options = plan.options
     yield _object("v1", "ServiceAccount", options, "", automountServiceAccountToken=False)
+    if plan.asks_api:
+        yield _role_binding(options)
     yield _object("v1", "ConfigMap", options, "", data={CONFIG_FILE: plan.text})
     yield from _services(plan)
     if options.network_policy:
@@ -45,8 +47,8 @@ def _objects(plan: Plan) -> Iterator[Object]:
     for pods in plan.pods:
         yield _budget(pods, options)
     for pods in plan.workers:
-        yield _stateful_set(pods, options)
-    yield _deployment(plan.front, options)
+        yield _stateful_set(pods, plan)
+    yield _deployment(plan.front, plan)
     if options.monitoring is not None:
         yield from _pod_monitor(plan.front, options)
 
@@ -73,6 +75,16 @@ def _selector(options: Options, component: str | None = None) -> dict[str, str]:
     if component is not None:
         labels["app.kubernetes.io/component"] = component
     return labels
+
+
+def _role_binding(options: Options) -> Object:
+    """Gives the pods the Role that the registry's own manifests have."""
+    account = {"kind": "ServiceAccount", "name": options.name}
+    if options.namespace is not None:
+        account["namespace"] = options.namespace
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": options.name}
+    version = "rbac.authorization.k8s.io/v1"
+    return _object(version, "RoleBinding", options, "", roleRef=role, subjects=[account])
 
 
 # --- services, policies, budgets ----------------------------------------------------------------
@@ -166,7 +178,8 @@ def _pod_monitor(front: Pods, options: Options) -> Iterator[Object]:
 # --- pods ---------------------------------------------------------------------------------------
 
 
-def _deployment(pods: Pods, options: Options) -> Object:
+def _deployment(pods: Pods, plan: Plan) -> Object:
+    options = plan.options
     deployment = _object("apps/v1", "Deployment", options, pods.component)
     strategy: dict[str, Any] = {
         "type": "RollingUpdate",
@@ -178,12 +191,13 @@ def _deployment(pods: Pods, options: Options) -> Object:
         "replicas": pods.replicas,
         "strategy": strategy,
         "selector": {"matchLabels": _selector(options, pods.component)},
-        "template": _template(pods, options),
+        "template": _template(pods, plan),
     }
     return deployment
 
 
-def _stateful_set(pods: Pods, options: Options) -> Object:
+def _stateful_set(pods: Pods, plan: Plan) -> Object:
+    options = plan.options
     workload = _object("apps/v1", "StatefulSet", options, pods.component)
     workload["spec"] = {
         "serviceName": _named(options, pods.component),
@@ -191,7 +205,7 @@ def _stateful_set(pods: Pods, options: Options) -> Object:
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "RollingUpdate"},
         "selector": {"matchLabels": _selector(options, pods.component)},
-        "template": _template(pods, options),
+        "template": _template(pods, plan),
     }
     claims = [one for one in enumerate(pods.mounts) if one[1].kind == "claim"]
     if claims:
@@ -210,11 +224,12 @@ def _claim(number: int, mount: Mount) -> Object:
     return {"metadata": {"name": f"mount-{number}"}, "spec": spec}
 
 
-def _template(pods: Pods, options: Options) -> Object:
+def _template(pods: Pods, plan: Plan) -> Object:
+    options = plan.options
     labels = {"app.kubernetes.io/name": "commutator", **_selector(options, pods.component)}
     spec: dict[str, Any] = {
         "serviceAccountName": options.name,
-        "automountServiceAccountToken": False,
+        "automountServiceAccountToken": plan.asks_api,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": pods.grace_s,
         "securityContext": {
@@ -238,6 +253,11 @@ def _template(pods: Pods, options: Options) -> Object:
     if pods.fetches:
         spec["initContainers"] = [_fetching(pods, options)]
     spec["containers"] = [_container(pods, options)]
+    if plan.asks_api:  # the record of a pod's worker goes with the pod
+        spec["containers"][0]["env"] += [
+            _of_pod("POD_NAME", "metadata.name"),
+            _of_pod("POD_UID", "metadata.uid"),
+        ]
     spec["volumes"] = [*_volumes(pods, options)]
     metadata = {"labels": labels, "annotations": {DIGEST: pods.digest}}
     return {"metadata": metadata, "spec": spec}
@@ -289,13 +309,17 @@ def _environment(pods: Pods, options: Options) -> Iterator[Object]:
         yield {"name": "HF_HOME", "value": folder}
     if pods.joins:
         for variable, path in (("NAME", "metadata.name"), ("LISTEN", "status.podIP")):
-            yield {
-                "name": f"COMMUTATOR__CLUSTER__HOST__{variable}",
-                "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}},
-            }
+            yield _of_pod(f"COMMUTATOR__CLUSTER__HOST__{variable}", path)
     for variable in pods.variables:
         reference = {"name": options.secret_name, "key": variable}
         yield {"name": variable, "valueFrom": {"secretKeyRef": reference}}
+
+
+def _of_pod(variable: str, path: str) -> Object:
+    return {
+        "name": variable,
+        "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}},
+    }
 
 
 def _probes(pods: Pods) -> dict[str, Any]:

@@ -41,6 +41,8 @@ _SOMEWHERE = {
 }
 """As a pod's environment; the address is one of documentation (RFC 5737)."""
 _ON_GPUS = {"vllm", "sglang", "trtllm"}
+_IN_API = "kubernetes"
+"""The kind of the registry that the API server keeps."""
 _MAX_SLUG = 20
 """Characters: with the deployment's name and the digest of a revision they fit into a label."""
 _PORTS_OF_ROOT = 1024
@@ -139,6 +141,8 @@ class Plan:
     text: str
     """The configuration of all pods, as YAML."""
     front: Pods
+    asks_api: bool
+    """Whether pods ask the API server, where their registry is."""
     workers: tuple[Pods, ...]
     """Empty where the front door's pods run everything."""
     notes: tuple[str, ...]
@@ -171,7 +175,14 @@ def plan_of(loaded: Loaded, options: Options) -> Plan:
         )
     else:
         front, workers = _whole(config, options, mounts), ()
-    return Plan(options=options, text=text, front=front, workers=workers, notes=tuple(notes))
+    return Plan(
+        options=options,
+        text=text,
+        front=front,
+        asks_api=config.registry.kind == _IN_API,
+        workers=workers,
+        notes=tuple(notes),
+    )
 
 
 # --- what cannot be expressed -------------------------------------------------------------------
@@ -635,5 +646,10 @@ def _notes(config: Config, options: Options, *, shares: bool) -> Iterator[str]:
         yield "front doors in several pods route by their own load; a shared registry ends this"
     if options.monitoring and config.auth and not any(_is_admin(d) for d in config.frontend.doors):
         yield "metrics ask for a key; `frontend.admin` serves them without one, to Prometheus only"
+    if config.registry.kind == _IN_API:
+        yield (
+            "create the registry's objects once: python -m commutator_kubernetes crds, and "
+            f"python -m commutator_kubernetes role {options.name}"
+        )
     if shares and options.network_policy:
         yield "connections between pods are plain; the network has to enforce NetworkPolicy"
