@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
 KINDS = (
     *("engine", "router", "tier", "eviction", "observer", "planner"),
-    *("protocol", "limiter", "operations"),
+    *("protocol", "limiter", "operations", "traffic"),
 )
 """Of plugins that a deployment uses; `command` is the one besides."""
 USES: dict[str, str | tuple[str, ...]] = {
@@ -73,6 +73,7 @@ USES: dict[str, str | tuple[str, ...]] = {
     "sim": "engines: [{kind: sim}]",
     "slo": "planner: {kind: slo}",
     "trtllm": "engines: [{kind: trtllm}]",
+    "traffic": "traffic: {aliases: {default: {models: {smollm2-135m: 1}}}}",
     "tuning": "planner: {kind: slo, tuning: {kind: trials}}",
     "vllm": "engines: [{kind: vllm}]",
 }

@@ -13,7 +13,8 @@ contract version arguments may be added here, never removed or reordered.
                                            response_store_register, parser_register,
                                            operations_register, registry_register,
                                            launcher_register, event_bus_register,
-                                           planner_register, tuning_register
+                                           planner_register, tuning_register,
+                                           traffic_register
     the command line                       command_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         RouterRegister,
         StageRegister,
         TierRegister,
+        TrafficRegister,
         TuningRegister,
     )
 
@@ -274,6 +276,16 @@ def tuning_register(register: TuningRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``TuningConfig``; ``factory(config, context)`` makes the ``Tuning`` of one run of a deployment.
     Collect-all; must not block.
+    """
+
+
+@hookspec
+def traffic_register(register: TrafficRegister) -> None:
+    """Called once at start, in every process. Offer traffic: which model a name stands for.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``TrafficConfig``; ``factory(config)`` makes one ``Traffic`` in each front-door process, and
+    another whenever the section changes. Collect-all; must not block.
     """
 
 

@@ -44,6 +44,7 @@ from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
+from commutator.contract.traffic import Traffic, TrafficConfig
 from commutator.contract.tuning import Tuning, TuningContext
 from commutator.errors import PluginError
 from commutator.hookspecs import PROJECT
@@ -143,6 +144,7 @@ SEAMS: Sequence[tuple[str, str, type[Any], Callable[[Any], str | None]]] = (
     ("event_bus", "event_buses", EventBusConfig, _must_be_factory),
     ("planner", "planners", PlannerConfig, _must_be_factory),
     ("tuning", "tunings", TuningConfig, _must_be_factory),
+    ("traffic", "traffics", TrafficConfig, _must_be_factory),
 )
 """For each hook NAME_register: NAME, the catalog of ``PluginHost`` that it fills, and the catalog's
 ``Catalog.config_base`` and ``check``."""
@@ -173,6 +175,7 @@ class PluginHost(PromptObserver):
     event_buses: Catalog[Callable[[Any], EventBus]]
     planners: Catalog[Callable[[Any, PlannerContext], PlannerPolicy[Any]]]
     tunings: Catalog[Callable[[Any, TuningContext], Tuning]]
+    traffics: Catalog[Callable[[Any], Traffic]]
 
     def __init__(self) -> None:
         self._catalogs: dict[str, Catalog[Any]] = {}

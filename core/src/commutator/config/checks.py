@@ -192,6 +192,13 @@ def limit_problems(config: Config) -> Iterator[tuple[str, str]]:
         yield limited[0], problem
 
 
+def traffic_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """(path, message) where the section `traffic` does not fit the models."""
+    if config.traffic is not None:
+        for path, problem in config.traffic.problems([model.name for model in config.models]):
+            yield f"traffic.{path}", problem
+
+
 def _engine_problems(
     path: str, engine: Mapping[str, Any], models: list[Any]
 ) -> Iterator[tuple[str, str]]:

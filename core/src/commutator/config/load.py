@@ -17,6 +17,7 @@ from commutator.config.checks import (
     fill_in_cluster,
     limit_problems,
     moved_problems,
+    traffic_problems,
 )
 from commutator.config.doors import port_steps, short_path
 from commutator.config.kinds import (
@@ -178,6 +179,7 @@ def build_config(
         found += error.problems
     else:
         found += limit_problems(config)
+        found += traffic_problems(config)
     found += cross_problems(data, host)
     found += _variables(written)
     found = [(path, with_place(path, text, host)) for path, text in found]

@@ -31,6 +31,7 @@ from commutator.contract.settings import (
     setting,
 )
 from commutator.contract.tier import TierConfig
+from commutator.contract.traffic import TrafficConfig
 from commutator.contract.worker import Role
 
 
@@ -256,6 +257,12 @@ class Config:
     )
     router: RouterConfig = setting(
         "How a worker is chosen.", factory=_default_router, takes_effect="new requests"
+    )
+    traffic: TrafficConfig | None = setting(
+        "Which model serves a request: aliases, shares of versions, fall-backs; without it the one "
+        "that its client names.",
+        None,
+        takes_effect="new requests",
     )
     disaggregation: DisaggregationConfig | None = setting(
         "When prefill and decode run on different workers; never by default.",

@@ -25,6 +25,7 @@ from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.response_store import ResponseStore, ResponseStoreConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
+from commutator.contract.traffic import Traffic, TrafficConfig
 from commutator.contract.tuning import Tuning, TuningContext
 from commutator.errors import PluginError
 
@@ -53,6 +54,7 @@ __all__ = [
     "Stability",
     "StageRegister",
     "TierRegister",
+    "TrafficRegister",
     "TuningRegister",
 ]
 
@@ -80,7 +82,7 @@ class Kind(Generic[ThingT]):
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
     "fairness", "observer", "authenticator", "limiter", "operations", "door", "protocol", "parser",
-    "response store", "registry", "launcher", "event bus", "planner" or "tuning"."""
+    "response store", "registry", "launcher", "event bus", "planner", "tuning" or "traffic"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -228,6 +230,8 @@ PlannerRegister = Register[PlannerConfig, Callable[[Any, PlannerContext], Planne
 """Offers a planner by ``factory(config, context)``, called once for a deployment or a replay."""
 TuningRegister = Register[TuningConfig, Callable[[Any, TuningContext], Tuning]]
 """Offers tuning by ``factory(config, context)``, called once for a run of a deployment."""
+TrafficRegister = Register[TrafficConfig, Callable[[Any], Traffic]]
+"""Offers traffic by ``factory(config)``, called once for a front-door process and configuration."""
 DoorRegister = Register[DoorConfig, Door[Any, Any]]
 """Offers a door by a ``Door``: an instance, one for all front-door processes."""
 ProtocolRegister = Register[ProtocolConfig, Protocol[Any, Any]]

@@ -9,7 +9,7 @@ from commutator.frontend.request.bodies import (
     read_object,
     read_structured,
 )
-from commutator.frontend.request.call import TIMEOUT_HEADER, Call
+from commutator.frontend.request.call import FALLBACK_HEADER, TIMEOUT_HEADER, Call
 from commutator.frontend.request.conversation import NOT_SERVED, thinking_variables
 from commutator.frontend.request.failures import (
     RATE_LIMIT_HEADERS,
@@ -27,6 +27,7 @@ from commutator.plugins import installed_versions
 from commutator.routing.forward import Forward
 
 __all__ = [
+    "FALLBACK_HEADER",
     "NOT_SERVED",
     "RATE_LIMIT_HEADERS",
     "TIMEOUT_HEADER",

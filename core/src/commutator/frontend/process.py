@@ -26,6 +26,7 @@ from commutator.contract.parser import Parser, ParserConfig, ParserModel
 from commutator.contract.protocol import DoorFacts, MountedProtocol
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
+from commutator.contract.traffic import Traffic
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
@@ -100,6 +101,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         limiter=limiter,
         gate=gate,
         request_limiter=counting,
+        traffic=traffic_of(loaded),
         observer=loaded.host,
         registry=registry,
         registry_address=registry_address,
@@ -368,6 +370,12 @@ def _limiter(loaded: Loaded, door: str, hub: Hub) -> RequestLimiter:
     limiter = loaded.host.limiters.kinds[config.limiter.kind].thing(config.limiter)
     alone = config.frontend.replicas == 1 and not hub.spans_hosts
     return limiter.at_door(LimiterContext(door=door, alone=alone, hub=hub))
+
+
+def traffic_of(loaded: Loaded) -> Traffic | None:
+    """Which model serves a request, as the configuration says."""
+    config = loaded.config.traffic
+    return None if config is None else loaded.host.traffics.kinds[config.kind].thing(config)
 
 
 def text_models(configs: Sequence[ModelConfig]) -> dict[str, TextModel]:

@@ -22,6 +22,7 @@ from commutator.contract.parser import Parser
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
 from commutator.contract.response_store import ResponseStore
+from commutator.contract.traffic import DEFAULT_ALIAS, Traffic
 from commutator.contract.worker import KvStatistics
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
@@ -65,6 +66,8 @@ class FrontendServices:
     """Counts requests against the limits of their principals."""
     observer: Observer = field(factory=Observer)
     """Learns of each request that was answered."""
+    traffic: Traffic | None = None
+    """Which model serves a request; None: the one that it names."""
     registry: Registry | None = None
     """Where workers are drained and get other roles; None: nowhere."""
     registry_address: str | None = None
@@ -170,8 +173,31 @@ class FrontendServices:
         """The names of the models that the principal may use."""
         return [name for name in self.models if may_use(principal, name)]
 
-    def text_model(self, name: str | None, principal: Principal) -> tuple[str, TextModel]:
-        """(name, model); None means the only one of the principal. Raises RequestError."""
+    @property
+    def aliases(self) -> Mapping[str, Sequence[str]]:
+        """By name, the models that it may mean."""
+        return {} if self.traffic is None else self.traffic.aliases
+
+    def meant(self, name: str, principal: Principal) -> list[str]:
+        """The models that a name stands for, of those that the principal may use."""
+        mine = self.models_for(principal)
+        return [one for one in self.aliases.get(name, (name,)) if one in mine]
+
+    def names_for(self, principal: Principal) -> list[str]:
+        """What the principal may ask for: the names of its models, and their aliases."""
+        mine = self.models_for(principal)
+        return mine + [one for one in self.aliases if one not in mine if self.meant(one, principal)]
+
+    def text_model(
+        self, name: str | None, principal: Principal, key: str = ""
+    ) -> tuple[str, TextModel]:
+        """(name, model) that serve ``name``; None means the default, or the principal's only one.
+
+        ``key`` as for ``Traffic.chosen``. Raises RequestError. For a client's request ask its call.
+        """
+        alias = DEFAULT_ALIAS if name is None else name
+        if self.traffic is not None and alias in self.traffic.aliases:
+            name = self.traffic.chosen(alias, key, self.models_for(principal)) or name
         if name is None:
             mine = self.models_for(principal)
             if len(mine) != 1:
@@ -185,7 +211,7 @@ class FrontendServices:
             name = mine[0]
         model = self.models.get(name)
         if model is None or not may_use(principal, name):
-            known = ", ".join(self.models_for(principal)) or "none"
+            known = ", ".join(self.names_for(principal)) or "none"
             raise RequestError(
                 f"model: {name[:100]!r} is not served here; choose from: {known}",
                 "model",
@@ -197,6 +223,10 @@ class FrontendServices:
         """Longest prompt plus answer in tokens: least of the model's, workers' and principal's."""
         own, workers = self.models[name].max_model_len, self.dispatcher.max_model_len(name)
         return longest(principal, own if workers is None else min(own, workers))
+
+    def least_model_len(self, name: str, principal: Principal) -> int:
+        """``max_model_len`` of whatever may serve ``name``, which is one of ``names_for``."""
+        return min(self.max_model_len(one, principal) for one in self.meant(name, principal))
 
 
 def problems(

@@ -217,6 +217,14 @@ PRINCIPAL_REFUSALS = _counter(
     "principal_refusals{principal,reason}",
     "Requests of a principal answered 403 or 429, by the limit or the error's code.",
 )
+ALIAS_REQUESTS = _counter(
+    "alias_requests{alias,model}",
+    "Requests that ended, by what the client asked for and the model that served it.",
+)
+MODEL_FALLBACKS = _counter(
+    "model_fallbacks{alias,model,to,reason}",
+    "Requests that another model served, because `model` could not.",
+)
 HANDOVER_CANCEL_SECONDS = _histogram(
     "handover_cancel_seconds{model}",
     "From the failure of one side until the other was stopped.",

@@ -223,6 +223,8 @@ class FrontendMetrics(Observer):
             most=families.MAX_PRINCIPALS,
         )
         """By principal: one request, its prompt tokens, those cached, those generated."""
+        self._aliases = Counter(registry, families.ALIAS_REQUESTS)
+        self._model_fallbacks = Counter(registry, families.MODEL_FALLBACKS)
         self._principal_refusals = Counter(registry, families.PRINCIPAL_REFUSALS)
         self._cancel_s = Histogram(families.HANDOVER_CANCEL_SECONDS, registry)
         registry.register(AtScrape(readings or Readings()))
@@ -281,6 +283,14 @@ class FrontendMetrics(Observer):
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self._requests.add((endpoint, model, str(code)), 1)
         self._duration_s.observe(duration_s, endpoint, model)
+
+    def alias_served(self, alias: str, model: str) -> None:
+        """A request for ``alias`` ended that ``model`` was to serve."""
+        self._aliases.add((alias, model), 1)
+
+    def fell_back(self, alias: str, model: str, to: str, reason: str) -> None:
+        """``to`` serves a request for ``alias`` because ``model`` could not."""
+        self._model_fallbacks.add((alias, model, to, reason), 1)
 
     def principal_refused(self, principal: str, reason: str) -> None:
         """After ``principal_usage``; ``reason`` is a limit's name or an error's code."""

@@ -20,12 +20,16 @@ from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Principal
 from commutator.contract.protocol import MountedProtocol
 from commutator.contract.request import MAX_SESSION_CHARS, Caller
-from commutator.errors import RequestError
+from commutator.contract.traffic import DEFAULT_ALIAS
+from commutator.errors import CommutatorError, RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.services import FrontendServices
+from commutator.tokenizer.text_model import TextModel
 
 log = logging.getLogger(__name__)
 
+FALLBACK_HEADER = "X-Commutator-Fallback"
+"""Why other models did not answer: MODEL REASON of each, in order."""
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 """Lowers the longest time that a request may take, in seconds."""
 
@@ -71,6 +75,10 @@ class Call(ABC):
     model = ""
     """Set once a served model is found."""
     user: str | None = None
+    alias: str | None = None
+    """What the client asked for where that is no model, or stands for others as well."""
+    answering = False
+    """Whether output of a model was sent, or is about to be: no other model can answer then."""
     served = False
     """Whether it came to a worker; else it is not charged."""
     generating = False
@@ -102,6 +110,9 @@ class Call(ABC):
         """The client's headers or metadata; names in any case."""
         self.answer_headers: dict[str, str] = {}
         """To be added to the answer."""
+        self._serving: dict[str, tuple[str, TextModel]] = {}
+        """What serves a name, by that name; after a fall-back another than before."""
+        self._tried: list[str] = []
 
     # -------------------------------------------------------- what the door gives
 
@@ -231,6 +242,41 @@ class Call(ABC):
             headers=headers,
         )
 
+    def text_model(self, name: str | None, session_id: str | None = None) -> tuple[str, TextModel]:
+        """(name, model) that serve a request for ``name``; None: it names no model.
+
+        ``session_id`` as for ``caller``: a session keeps its model. The same for the whole request,
+        unless it ``falls_back``. Raises RequestError.
+        """
+        services, alias = self.services, DEFAULT_ALIAS if name is None else name
+        if (found := self._serving.get(alias)) is None:
+            key = ""
+            if alias in services.aliases:
+                self.alias = alias
+                key = session_id or self.caller().session_id or self.request_id
+            found = services.text_model(name, self.principal, key)
+            self._serving[alias] = found
+        return found
+
+    def falls_back(self, error: CommutatorError) -> bool:
+        """Whether ``text_model`` names another model now, to serve what ended with ``error``."""
+        services, alias = self.services, self.alias
+        if alias is None or services.traffic is None or alias not in services.aliases:
+            return False
+        if self.begun or self.answering:
+            return False
+        before, _ = self._serving[alias]
+        self._tried.append(before)
+        usable = services.models_for(self.principal)
+        if (other := services.traffic.after(alias, self._tried, error, usable)) is None:
+            return False
+        self._serving[alias] = other.model, services.models[other.model]
+        told = self.answer_headers.get(FALLBACK_HEADER)
+        failed = f"{before} {other.reason}"
+        self.answer_headers[FALLBACK_HEADER] = f"{told}, {failed}" if told else failed
+        services.metrics.fell_back(alias, before, other.model, other.reason)
+        return True
+
     @property
     def explains(self) -> bool:
         """Whether the client wants to know why its worker was chosen."""
@@ -265,6 +311,8 @@ class Call(ABC):
         duration_s = time.perf_counter() - self.arrived_s
         services, principal = self.services, None
         services.metrics.request_done(self.endpoint, self.model, code, duration_s)
+        if self.alias is not None and self.model:
+            services.metrics.alias_served(self.alias, self.model)
         if self.principal is not ANONYMOUS:
             principal = self.principal.name
             services.metrics.principal_usage.add(

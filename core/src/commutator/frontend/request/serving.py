@@ -7,7 +7,8 @@ from functools import partial
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish, PromptLogprobs
 from commutator.contract.conversation import Generate
-from commutator.errors import RequestError
+from commutator.contract.request import Caller
+from commutator.errors import CommutatorError, RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.request.call import Call
 from commutator.frontend.request.conversation import NOT_SERVED
@@ -45,59 +46,80 @@ async def answer(
     ``written`` raise; once the answer has begun, the door ends it with the writer's
     ``stream_failed``.
     """
-    services = call.services
-    name, text = services.text_model(asked.model, call.principal)
-    call.model, call.user = name, asked.user
+    call.model, _ = call.text_model(asked.model, asked.session_id)
+    call.user = asked.user
     sender = call.caller(asked.user, asked.session_id)
-    async with services.limiter.of(sender):
-        target = Target(
-            model=name,
-            text=text,
-            prompts=services.preprocessors[name],
-            parser=services.parsers.get(name),
-            max_model_len=services.max_model_len(name, call.principal),
-            request_id=call.request_id,
-            principal=call.principal,
-            caller=sender,
+    async with call.services.limiter.of(sender):
+        while True:
+            try:
+                return await _answer(call, asked, make_writer, limit, written, sender)
+            except CommutatorError as error:
+                if not call.falls_back(error):
+                    raise
+
+
+async def _answer(
+    call: Call,
+    asked: Generate,
+    make_writer: MakeWriter,
+    limit: TimeLimit,
+    written: Callable[[], Awaitable[None]],
+    sender: Caller,
+) -> None:
+    """Have the model answer that is to serve the request now."""
+    services = call.services
+    name, text = call.text_model(asked.model)
+    call.model = name
+    target = Target(
+        model=name,
+        text=text,
+        prompts=services.preprocessors[name],
+        parser=services.parsers.get(name),
+        max_model_len=services.max_model_len(name, call.principal),
+        request_id=call.request_id,
+        principal=call.principal,
+        caller=sender,
+    )
+    plan = await make_plan(asked, target)
+    longest = plan.requests[0].sampling.max_tokens
+    call.answer_headers.pop(MAX_TOKENS_HEADER, None)  # of a model that could not serve
+    if asked.max_tokens is not None and longest < asked.max_tokens:
+        call.answer_headers[MAX_TOKENS_HEADER] = str(longest)
+    writer = make_writer(plan)
+    if call.counts and call.ticket is None:
+        stated = None if _leaves_length_open(asked) else longest
+        call.ticket = await services.request_limiter.admit(
+            call.principal, plan.prompt_tokens, len(plan.requests), stated
         )
-        plan = await make_plan(asked, target)
-        longest = plan.requests[0].sampling.max_tokens
-        if asked.max_tokens is not None and longest < asked.max_tokens:
-            call.answer_headers[MAX_TOKENS_HEADER] = str(longest)
-        writer = make_writer(plan)
-        if call.counts:
-            stated = None if _leaves_length_open(asked) else longest
-            call.ticket = await services.request_limiter.admit(
-                call.principal, plan.prompt_tokens, len(plan.requests), stated
-            )
-        if asked.stream:
-            call.will_stream(writer)
-        try:
-            async with Generation(
-                services.dispatcher,
-                services.metrics,
-                plan,
-                services.logprobs,
-                call.arrived_s,
-                limit.deadline_s,
-            ) as generation:
-                try:
-                    if asked.stream:
-                        call.generating = True
-                        await _stream(call, generation, writer, written)
-                        return
-                    parts = await _collect(generation, writer, services.work)
-                finally:
-                    call.generating = False
-                    if not call.begun:
-                        _note_routing(call, generation)
-                    _account(call, generation)
-        except RequestError as refused:
-            if (told := _of_constraint(refused, asked, plan)) is None:
-                raise
-            raise told from refused
-        await written()
-        await call.reply(parts, writer.whole_type)
+    if asked.stream:
+        call.will_stream(writer)
+    try:
+        async with Generation(
+            services.dispatcher,
+            services.metrics,
+            plan,
+            services.logprobs,
+            call.arrived_s,
+            limit.deadline_s,
+        ) as generation:
+            try:
+                if asked.stream:
+                    call.generating = True
+                    await _stream(call, generation, writer, written)
+                    return
+                parts = await _collect(generation, writer, services.work)
+            finally:
+                call.generating = False
+                if not call.begun:
+                    _note_routing(call, generation)
+                _account(call, generation)
+    except RequestError as refused:
+        if (told := _of_constraint(refused, asked, plan)) is None:
+            raise
+        raise told from refused
+    call.answering = True
+    await written()
+    await call.reply(parts, writer.whole_type)
 
 
 def _leaves_length_open(asked: Generate) -> bool:
@@ -161,6 +183,7 @@ async def _stream(
         if not noted:
             noted = True
             _note_routing(call, generation)
+            call.answering = True
             await call.begin(writer.stream_type, failed=writer.stream_failed)
         for _, event in batch:
             if type(event) is Finish:

@@ -154,7 +154,7 @@ def _asked(body: Mapping[str, Any], what: dict[str, Any]) -> Generate:
 
 async def tags(call: Call) -> None:
     """GET /api/tags."""
-    names = call.services.models_for(call.principal)
+    names = call.services.names_for(call.principal)
     models = [{"name": name, "model": name, "details": DETAILS} for name in names]
     await call.reply([encode({"models": models})])
 
@@ -165,8 +165,8 @@ async def show(call: Call) -> None:
 
     body = await read_object(call)
     name = str(body.get("model") or body.get("name") or "").removesuffix(":latest")
-    call.services.text_model(name, call.principal)  # raises where it is not served
-    info = {"commutator.context_length": call.services.max_model_len(name, call.principal)}
+    call.text_model(name)  # raises where it is not served
+    info = {"commutator.context_length": call.services.least_model_len(name, call.principal)}
     said = {"details": DETAILS, "model_info": info, "capabilities": ["completion"]}
     await call.reply([encode(said)])
 

@@ -32,7 +32,7 @@ from commutator.contract.operations import (
 from commutator.errors import CommutatorError, ConfigError, RegistryError, RequestError
 from commutator.frames import FrameProtocol, Questions, kind_of
 from commutator.frontend import FrontendServices
-from commutator.frontend.process import parsers_of, text_models
+from commutator.frontend.process import parsers_of, text_models, traffic_of
 from commutator.registry.client import connect
 from commutator.registry.hub import connections
 from commutator_rollout.plugin import PATH, SERVICE
@@ -61,6 +61,7 @@ async def use(services: FrontendServices, file: Path) -> None:
     known = {model.name: model for model in before.models}
     changed = [model for model in after.models if known.get(model.name) != model]
     texts = await asyncio.to_thread(text_models, changed)
+    traffic = traffic_of(new)
     parsers = parsers_of(changed, texts, old.host)
     if before.auth != after.auth and before.auth and after.auth:
         kinds = old.host.authenticators.kinds
@@ -74,6 +75,7 @@ async def use(services: FrontendServices, file: Path) -> None:
     names = [model.name for model in after.models]
     all_texts = {**services.models, **texts}
     services.models = {name: all_texts[name] for name in names}
+    services.traffic = traffic
     services.parsers = _with(services.parsers, [model.name for model in changed], parsers)
     hashed = services.dispatcher.hashed_block_size
     fresh = {

@@ -107,7 +107,7 @@ class _Mounted(MountedProtocol):
             body = await read_object(call)
             conversation, _ = read_conversation(body, server_tools=self._server_tools)
             async with services.limiter.of(call.caller()):
-                name, _ = services.text_model(body.get("model"), principal)
+                name, _ = call.text_model(body.get("model"))
                 prompts, salt = services.preprocessors[name], salted(principal, None)
                 prompt = await conversation_prompt(prompts, conversation, salt)
         await call.reply([_encode({"input_tokens": len(prompt.token_ids)})])
@@ -135,7 +135,7 @@ def _is_anthropic(headers: Mapping[str, str]) -> bool:
 
 
 async def _models(call: Call) -> None:
-    names = list(call.services.models_for(call.principal))
+    names = call.services.names_for(call.principal)
     listed = {
         "data": [_card(call, name) for name in names],
         "has_more": False,
@@ -146,7 +146,8 @@ async def _models(call: Call) -> None:
 
 
 async def _model(call: Call) -> None:
-    name, _ = call.services.text_model(call.parts["id"], call.principal)
+    name = call.parts["id"]
+    call.text_model(name)  # raises where it is not served
     await call.reply([_encode(_card(call, name))])
 
 
@@ -158,5 +159,5 @@ def _card(call: Call, name: str) -> dict[str, Any]:
         "display_name": name,
         "lifecycle": "active",
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": call.services.max_model_len(name, call.principal),
+        "max_input_tokens": call.services.least_model_len(name, call.principal),
     }

@@ -74,7 +74,7 @@ def check_version(version: str) -> None:
 def operation_of(call: Call, inference: Inference) -> tuple[str, str]:
     """(the model's name, what it is asked for: "generate" or "embed"). Raises RequestError."""
     check_version(inference.version)
-    name, _ = call.services.text_model(inference.model or None, call.principal)
+    name, _ = call.text_model(inference.model or None, _session(inference))
     can = operations_of(call, name)
     embeds = inference.outputs is not None and "embedding" in inference.outputs
     if not can or (Operation.GENERATE in can and not (embeds and Operation.EMBED in can)):
@@ -86,6 +86,12 @@ def operation_of(call: Call, inference: Inference) -> tuple[str, str]:
         "model",
         "unsupported_endpoint",
     )
+
+
+def _session(inference: Inference) -> str | None:
+    parameters = {**_of_tensor(inference), **inference.parameters}
+    named = (parameters.get(name) for name in ("session", "session_id", "prompt_cache_key"))
+    return next((one for one in named if isinstance(one, str) and one), None)
 
 
 def operations_of(call: Call, model: str) -> set[str]:
@@ -103,11 +109,8 @@ def timeout_s(inference: Inference) -> float | None:
     return given / _MICROSECONDS
 
 
-def asked_generation(call: Call, inference: Inference, model: str) -> Asking:
-    """``model`` is the name of a served one.
-
-    Raises RequestError for tensors and parameters that are wrong or unknown.
-    """
+def asked_generation(call: Call, inference: Inference) -> Asking:
+    """Raises RequestError for tensors and parameters that are wrong or unknown."""
     for name in inference.inputs:
         if name not in _OF_GENERATION:
             expected = ", ".join(sorted(_OF_GENERATION))
@@ -133,7 +136,7 @@ def asked_generation(call: Call, inference: Inference, model: str) -> Asking:
     else:
         body = {"prompt": _prompt(inference.inputs[prompt[0]])}
         cls = CompletionRequest
-    body |= {"model": model, **_body(parameters, cls)}
+    body |= {"model": inference.model or None, **_body(parameters, cls)}
     read = parse_body(cls, msgspec.json.encode(body), strict=True)
     if hints := unserved_hints(call, read):
         name, hint = next(iter(hints.items()))

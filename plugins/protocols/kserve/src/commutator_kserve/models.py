@@ -78,21 +78,25 @@ def model_config(call: Call, model: str, version: str) -> dict[str, Any]:
 
 def index(call: Call, *, ready: bool = False) -> list[dict[str, str]]:
     """The models of the sender; ``ready``: only those that are."""
-    states = call.services.dispatcher.models_ready()
+    services, states = call.services, call.services.dispatcher.models_ready()
+    names = {
+        name: any(states[one] for one in services.meant(name, call.principal))
+        for name in services.names_for(call.principal)
+    }
     return [
         {
             "name": name,
             "version": VERSION,
-            "state": "READY" if states[name] else "UNAVAILABLE",
-            "reason": "" if states[name] else "no worker is ready",
+            "state": "READY" if is_ready else "UNAVAILABLE",
+            "reason": "" if is_ready else "no worker is ready",
         }
-        for name in call.services.models_for(call.principal)
-        if states[name] or not ready
+        for name, is_ready in names.items()
+        if is_ready or not ready
     ]
 
 
 def _name(call: Call, model: str, version: str) -> str:
-    name, _ = call.services.text_model(model, call.principal)
+    name, _ = call.text_model(model)
     check_version(version)
     return name
 

@@ -42,9 +42,7 @@ async def serve(
                 raise RequestError(text, "model", "unsupported_endpoint")
             await embed(call, inference, limit, form)
             return
-        asking = await call.off_loop(
-            len(call.body), lambda: asked_generation(call, inference, name)
-        )
+        asking = await call.off_loop(len(call.body), lambda: asked_generation(call, inference))
         if asking.is_stream and streams is False:
             raise RequestError(
                 "stream: this call has one answer; use ModelStreamInfer, or generate_stream "

@@ -123,7 +123,7 @@ class Generations:
             if given or unknown:
                 call.answer_headers[IGNORED_HEADER] = ignored_header([*given, *unknown])
             if ASKED_BY in call.headers:
-                note_load(call, body.model)
+                note_load(call, body.model, _session(body))
             make_writer = partial(writer, call.request_id, shown=_shown(body))
             try:
                 await answer(call, asked(body), make_writer, limit)
@@ -161,11 +161,17 @@ def unserved_hints(call: Call, body: GenerationRequest) -> Mapping[str, Hint]:
     given = hints_given(body)
     if "reasoning_effort" not in given:
         return given
-    text = call.services.models.get(body.model or "")
-    template = None if text is None else text.chat_template
+    try:
+        template = call.text_model(body.model, _session(body))[1].chat_template
+    except RequestError:
+        return given  # the model is not served, which is said later
     if template is None or "reasoning_effort" not in template.reads:
         return given
     return {name: hint for name, hint in given.items() if name != "reasoning_effort"}
+
+
+def _session(body: GenerationRequest) -> str | None:
+    return body.session_id or (body.prompt_cache_key if isinstance(body, ChatRequest) else None)
 
 
 _INVOKED = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}

@@ -12,8 +12,8 @@ ASKED_BY = istr("endpoint-load-metrics-format")
 _TOLD = "endpoint-load-metrics"
 
 
-def note_load(call: Call, model: str | None) -> None:
-    """Add the header if its form is known; ``model`` is as the client named it.
+def note_load(call: Call, model: str | None, session_id: str | None) -> None:
+    """Add the header if its form is known; the other two are as the client named them.
 
     It counts the requests that the model's workers have in hand, and those that wait for one.
     """
@@ -21,7 +21,7 @@ def note_load(call: Call, model: str | None) -> None:
     if form not in {"TEXT", "JSON"}:
         return
     services = call.services
-    name, _ = services.text_model(model, call.principal)
+    name, _ = call.text_model(model, session_id)
     workers = (one for some in services.dispatcher.statuses() for one in some)
     metrics = {
         "num_requests_running": float(

@@ -35,7 +35,7 @@ async def detokenize(call: Call, *, strict: bool) -> None:
 async def _serve(
     call: Call,
     cls: type[T],
-    answer: Callable[[FrontendServices, Principal, T], Awaitable[bytes]],
+    answer: Callable[[Call, T], Awaitable[bytes]],
     *,
     strict: bool,
 ) -> None:
@@ -44,21 +44,20 @@ async def _serve(
     async with call.time_limit():
         body, ignored = await read_request(call, cls, strict=strict)
         if isinstance(body, TokenizeRequest) and body.tools:
-            template = services.text_model(body.model, call.principal)[1].chat_template
+            template = call.text_model(body.model)[1].chat_template
             if template is not None and not template.knows_tools:
                 # What is counted is what the template makes of the conversation.
                 body, ignored = evolve(body, tools=None), (*ignored, "tools")
         if ignored:
             call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
-            data = await answer(services, call.principal, body)
+            data = await answer(call, body)
     await call.reply([data])
 
 
-async def _tokenize(
-    services: FrontendServices, principal: Principal, body: TokenizeRequest
-) -> bytes:
-    name, model = services.text_model(body.model, principal)
+async def _tokenize(call: Call, body: TokenizeRequest) -> bytes:
+    services, principal = call.services, call.principal
+    name, model = call.text_model(body.model)
     salt = salted(principal, None)
     prompts = services.preprocessors[name]
     if (body.prompt is None) == (body.messages is None):
@@ -84,10 +83,9 @@ async def _tokenize(
     return response() if inline else await services.work.run(response)
 
 
-async def _detokenize(
-    services: FrontendServices, principal: Principal, body: DetokenizeRequest
-) -> bytes:
-    name, model = services.text_model(body.model, principal)
+async def _detokenize(call: Call, body: DetokenizeRequest) -> bytes:
+    services = call.services
+    name, model = call.text_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise RequestError(
             f"tokens: expected token ids below {model.vocab_size}, got {max(body.tokens)}",
@@ -101,7 +99,7 @@ async def _detokenize(
 async def tokenizer_info(call: Call) -> None:
     """GET /tokenizer_info: what clients that render and count by themselves need to know."""
     services = call.services
-    name, model = services.text_model(call.query.get("model"), call.principal)
+    name, model = call.text_model(call.query.get("model"))
     longest = services.max_model_len(name, call.principal)
     await _reply(call, _tokenizer_info(model, longest))
 
@@ -143,14 +141,15 @@ async def load(call: Call) -> None:
 async def list_models(call: Call) -> None:
     """GET /v1/models."""
     services, principal = call.services, call.principal
-    names = services.models_for(principal)
+    names = services.names_for(principal)
     await _reply(call, ModelList("list", tuple(_card(services, name, principal) for name in names)))
 
 
 async def retrieve_model(call: Call) -> None:
     """GET /v1/models/{id}."""
     services, principal = call.services, call.principal
-    name, _ = services.text_model(call.parts["id"], principal)
+    name = call.parts["id"]
+    call.text_model(name)  # raises where it is not served
     await _reply(call, _card(services, name, principal))
 
 
@@ -160,7 +159,7 @@ def _card(services: FrontendServices, name: str, principal: Principal) -> ModelC
         object="model",
         created=services.started_unix_s,
         owned_by="commutator",
-        max_model_len=services.max_model_len(name, principal),
+        max_model_len=services.least_model_len(name, principal),
     )
 
 

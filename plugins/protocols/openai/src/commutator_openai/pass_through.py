@@ -19,7 +19,7 @@ from attrs import frozen
 from commutator import GenerateRequest, SamplingParams
 from commutator.contract.answer import Failure
 from commutator.contract.principal import ANONYMOUS, Principal
-from commutator.errors import EngineError, RequestError
+from commutator.errors import CommutatorError, EngineError, RequestError
 from commutator.frontend import (
     NOT_SERVED,
     Call,
@@ -109,7 +109,7 @@ class PassThrough:
         given = body.get("model")
         if not isinstance(given, str | None):
             raise RequestError("model: expected a string", "model")
-        name, _ = services.text_model(given, call.principal)
+        name, _ = call.text_model(given, _session_id(body))
         call.model = name
         if not services.dispatcher.forwards(name):
             raise RequestError(
@@ -117,7 +117,7 @@ class PassThrough:
                 code="unsupported_endpoint",
             )
         async with services.limiter.of(call.caller()):
-            await self._pass(call, name, body)
+            await self._pass(call, given, body)
 
     async def answered(self, call: Call, refused: RequestError, cls: type[Any]) -> bool:
         """Whether the engine answered, as it may serve what ``refused`` is about.
@@ -128,20 +128,32 @@ class PassThrough:
             return False
         services = call.services
         body = await read_object(call)
-        name, mine = body.get("model"), services.models_for(call.principal)
-        if name is None and len(mine) == 1:
-            (name,) = mine
-        if name not in mine or not services.dispatcher.forwards(name):
+        given = body.get("model")
+        try:
+            name, _ = call.text_model(given, _session_id(body))
+        except RequestError:
+            return False
+        if not services.dispatcher.forwards(name):
             return False
         call.model = name
         body, ignored = for_engine(body, cls)
         if ignored:
             call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
-            await self._pass(call, name, body)
+            await self._pass(call, given, body)
         return True
 
-    async def _pass(self, call: Call, model: str, body: dict[str, Any]) -> None:
+    async def _pass(self, call: Call, given: str | None, body: dict[str, Any]) -> None:
+        """``_pass_to`` the model that ``given`` stands for, or others that take its place."""
+        while True:
+            call.model, _ = call.text_model(given)
+            try:
+                return await self._pass_to(call, call.model, body)
+            except CommutatorError as error:
+                if not call.falls_back(error):
+                    raise
+
+    async def _pass_to(self, call: Call, model: str, body: dict[str, Any]) -> None:
         """The worker's answer, unchanged, to the request as far as its principal has the right."""
         services = call.services
         check = partial(check_media, body, self.media_hosts)
@@ -194,7 +206,7 @@ async def _relay(call: Call, forward: Forward, body: dict[str, Any], prompt_toke
         call.used(0, 0, 0)
         raise _error_of(answer.status, b"".join([chunk async for chunk in forward.chunks()]))
     usage = AnswerUsage(prompt_tokens, answer.content_type)
-    call.generating = True
+    call.generating = call.answering = True
     try:
         streamed = answer.content_type.startswith("text/event-stream")
         failed = stream_failed if streamed else None

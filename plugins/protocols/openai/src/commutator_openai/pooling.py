@@ -17,7 +17,7 @@ from attrs import field, frozen
 from tokenizers import Encoding, Tokenizer
 
 from commutator import EngineInfo, GenerateRequest, Operation, Pooling, SamplingParams
-from commutator.errors import EngineError, RequestError
+from commutator.errors import CommutatorError, EngineError, RequestError
 from commutator.frontend import Call, TimeLimit, allowed_priority
 from commutator_openai.pass_through import ENDPOINTS
 
@@ -105,7 +105,7 @@ class _Tokenized:
 
 def infos_of(call: Call, model: str | None) -> tuple[str, list[EngineInfo]]:
     """The model's own name, and what its ready workers say. Raises RequestError."""
-    name, _ = call.services.text_model(model, call.principal)
+    name, _ = call.text_model(model)
     return name, call.services.dispatcher.infos(name)
 
 
@@ -154,40 +154,51 @@ async def pool(call: Call, asked: Asked, limit: TimeLimit) -> Pooled:
     ``limit`` is entered already: reading the request counts, too. Raises RequestError, and what
     dispatching raises. If one part fails, all of them end.
     """
+    call.model, _ = call.text_model(asked.model)
+    call.user = asked.user
+    async with call.services.limiter.of(call.caller(asked.user)):
+        while True:
+            try:
+                return await _pool(call, asked, limit)
+            except CommutatorError as error:
+                if not call.falls_back(error):
+                    raise
+
+
+async def _pool(call: Call, asked: Asked, limit: TimeLimit) -> Pooled:
+    """By the model that is to serve the request now."""
     services = call.services
-    name, text = services.text_model(asked.model, call.principal)
-    call.model, call.user = name, asked.user
-    sender = call.caller(asked.user)
+    name, text = call.text_model(asked.model)
+    call.model = name
     priority = allowed_priority(call.principal, asked.priority)
-    async with services.limiter.of(sender):
-        longest = services.max_model_len(name, call.principal)
-        inputs: list[_Tokenized] = []
-        for begin in range(0, len(asked.inputs), _TOKENIZED_TOGETHER):
-            some = asked.inputs[begin : begin + _TOKENIZED_TOGETHER]
-            work = partial(tokenized, text.tokenizer, some, asked, longest, text.vocab_size)
-            inputs += await call.off_loop(_characters(some), work)
-        lengths = [len(one.token_ids) for one in inputs]
-        if cut := sum(one.was_cut for one in inputs):
-            call.answer_headers[TRUNCATED_HEADER] = str(cut)
-        total = sum(lengths)
-        if call.counts:
-            call.ticket = await services.request_limiter.admit(call.principal, total, 1, 0)
-        workers = len(services.dispatcher.infos(name))
-        parts = parts_of(lengths, workers)
-        requests = [
-            _request(asked, [inputs[number] for number in part], priority, call.request_id, place)
-            for place, part in enumerate(parts)
-        ]
-        running = _Running(call, name, limit, asked.param)
-        results = await running.all(requests, _PARTS_PER_WORKER * max(1, workers))
-        rows = [b""] * len(inputs)
-        for part, vectors in zip(parts, results, strict=True):
-            sizes = [lengths[number] for number in part]
-            per_token = asked.operation == Operation.TOKEN_EMBED
-            for number, row in zip(part, _rows(vectors, sizes, per_token=per_token), strict=True):
-                rows[number] = row
-        call.used(total, 0, 0)
-        services.metrics.tokens_used(name, total, 0, 0)
+    longest = services.max_model_len(name, call.principal)
+    inputs: list[_Tokenized] = []
+    for begin in range(0, len(asked.inputs), _TOKENIZED_TOGETHER):
+        some = asked.inputs[begin : begin + _TOKENIZED_TOGETHER]
+        work = partial(tokenized, text.tokenizer, some, asked, longest, text.vocab_size)
+        inputs += await call.off_loop(_characters(some), work)
+    lengths = [len(one.token_ids) for one in inputs]
+    if cut := sum(one.was_cut for one in inputs):
+        call.answer_headers[TRUNCATED_HEADER] = str(cut)
+    total = sum(lengths)
+    if call.counts and call.ticket is None:
+        call.ticket = await services.request_limiter.admit(call.principal, total, 1, 0)
+    workers = len(services.dispatcher.infos(name))
+    parts = parts_of(lengths, workers)
+    requests = [
+        _request(asked, [inputs[number] for number in part], priority, call.request_id, place)
+        for place, part in enumerate(parts)
+    ]
+    running = _Running(call, name, limit, asked.param)
+    results = await running.all(requests, _PARTS_PER_WORKER * max(1, workers))
+    rows = [b""] * len(inputs)
+    for part, vectors in zip(parts, results, strict=True):
+        sizes = [lengths[number] for number in part]
+        per_token = asked.operation == Operation.TOKEN_EMBED
+        for number, row in zip(part, _rows(vectors, sizes, per_token=per_token), strict=True):
+            rows[number] = row
+    call.used(total, 0, 0)
+    services.metrics.tokens_used(name, total, 0, 0)
     return Pooled(model=name, rows=rows, tokens=lengths)
 
 

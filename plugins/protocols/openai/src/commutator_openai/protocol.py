@@ -127,7 +127,7 @@ class _Mounted(MountedProtocol):
                 yield Route(method=method, path=path, handle=handle, yields=handed_on)
 
     async def _openapi(self, call: Call) -> None:
-        await call.reply([self._document(*self._services.models_for(call.principal))])
+        await call.reply([self._document(*self._services.names_for(call.principal))])
 
     def failed(self, failure: Failure) -> bytes:
         from commutator_openai.responses import error_body

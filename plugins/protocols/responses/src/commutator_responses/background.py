@@ -187,7 +187,7 @@ class Background:
                 "be fetched",
             )
         generate = making.asked.generate
-        model, _ = call.services.text_model(generate.model, call.principal)
+        model, _ = call.text_model(generate.model, generate.session_id)
         response = new_response(making.key, model, making.asked.echo, generate)
         first = _encode({**response, "status": "queued"})
         stored = evolve(

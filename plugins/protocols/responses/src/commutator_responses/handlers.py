@@ -107,7 +107,7 @@ class Handlers:
     async def _prepare(self, call: Call, making: Making) -> None:
         """``generate: false``: tokenize the prompt, and remember the turn."""
         services, generate = call.services, making.asked.generate
-        name, _ = services.text_model(generate.model, call.principal)
+        name, _ = call.text_model(generate.model, generate.session_id)
         assert generate.conversation is not None
         async with services.limiter.of(call.caller()):
             prompts = services.preprocessors[name]
@@ -133,7 +133,7 @@ class Handlers:
             _name_ignored(call, ignored)
             async with services.limiter.of(call.caller()):
                 model = optional(body, "model", str, "a name from /v1/models")
-                name, _ = services.text_model(model, principal)
+                name, _ = call.text_model(model)
                 prompts, salt = services.preprocessors[name], salted(principal, None)
                 prompt = await conversation_prompt(prompts, conversation, salt)
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}

@@ -75,6 +75,6 @@ async def make(
         return one
 
     async def written() -> None:
-        await keep(made[0])
+        await keep(made[-1])  # another model may have been asked before
 
     await answer(call, asked.generate, writer, limit, written=written)

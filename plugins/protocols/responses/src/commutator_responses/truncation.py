@@ -17,7 +17,7 @@ async def truncate(call: Call, asked: Asked) -> None:
     services, generate, before = call.services, asked.generate, asked.generate.conversation
     assert before is not None
     async with services.limiter.of(call.caller()):
-        name, _ = services.text_model(generate.model, call.principal)
+        name, _ = call.text_model(generate.model, generate.session_id)
         limit = prompt_limit(services.max_model_len(name, call.principal), generate.max_tokens)
         salt = salted(call.principal, generate.cache_salt)
         generate.conversation = await fitted(services.preprocessors[name], before, salt, limit)

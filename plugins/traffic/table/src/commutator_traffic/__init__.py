@@ -1,0 +1,1 @@
+"""Which model serves a request: aliases, shares of versions, and fall-backs."""
