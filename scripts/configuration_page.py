@@ -44,6 +44,7 @@ def page() -> str:
             "tiers": host.tiers,
             "auth": host.authenticators,
             "limiter": host.limiters,
+            "traffic": host.traffics,
             "operations": host.operations,
             "registry": host.registries,
             "launcher": host.launchers,
@@ -125,11 +126,13 @@ def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None)
             part = class_of(field)
             if part is not None and issubclass(part, RouteStage):
                 yield from stages(f"kind: {name}, {field.name}", part, made_of)
-            nested = register.seam in {"engine", "registry", "event bus", "planner"}
+            nested = register.seam in {"engine", "registry", "event bus", "planner", "traffic"}
             known = base is not None and hasattr(attrs.fields(base), field.name)
             if nested and not known and (cls := class_of(field)) not in {None, Secret}:
                 yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)
+                if register.seam == "traffic":
+                    yield from inner("traffic.aliases", cls)
 
 
 def stages(option: str, base: Any, register: Any) -> Iterator[str]:

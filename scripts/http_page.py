@@ -48,6 +48,8 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 
 Every answer names its worker in `X-Commutator-Worker`, and in `X-Commutator-Ignored` the parameters of the request that had no
 effect, such as `store`. With `strict: true` in the entry `{kind: openai}` of `protocols` these are answered 400 instead.
+`X-Commutator-Fallback` tells which models could not answer, and why, where the section [`traffic`](../how-to/traffic.md) has
+another one take their place; the answer's `model` is the one that did.
 
 ## Errors
 

@@ -78,6 +78,7 @@ def test_every_section_and_every_option_of_the_schema_says_it() -> None:
             {"models[m].tool_parser": "new requests"},
         ),
         ({"log": {"level": "debug"}}, {"log.level": "live"}),
+        ({"traffic": {"aliases": {}}}, {"traffic": "new requests"}),
         ({"log": {"format": "json"}}, {"log.format": "never"}),
         (
             {"frontend": {"max_concurrent_requests": 5}},
@@ -111,3 +112,21 @@ def test_only_what_takes_effect_by_other_workers_makes_another_generation() -> N
     assert generation(engines=[{**ENGINE, "replicas": 4}]) == generation()
     assert generation(engines=[{**ENGINE, "block_size": 8}]) != generation()
     assert generation(models=[{**BASE["models"][0], "max_model_len": 64}]) != generation()
+
+
+def test_a_change_of_weights_names_each_weight() -> None:
+    def aliases(**models: float) -> dict[str, Any]:
+        fall_back = [{"model": "m", "when": ["overload"]}]
+        return {"traffic": {"aliases": {"default": {"models": models, "fall_back": fall_back}}}}
+
+    models = [{**BASE["models"][0], "name": name} for name in ("m", "v2")]
+    both = {"models": models, "engines": [{**ENGINE, "model": "m"}]}
+    before, after = (
+        loaded(**both, **aliases(**one)).config for one in ({"m": 1}, {"m": 95, "v2": 5})
+    )
+    found = [(one.path, one.before, one.after, one.takes_effect) for one in changes(before, after)]
+    assert found == [
+        ("traffic.aliases.default.models.m", 1, 95, "new requests"),
+        ("traffic.aliases.default.models.v2", None, 5, "new requests"),
+    ]
+    assert not doors_are_replaced(before, after)

@@ -33,6 +33,7 @@ class FallBack:
     """Another model that serves a request."""
 
     model: str
+    """One that the sender may use."""
     reason: str
     """One word for clients and metrics, of few different ones."""
 

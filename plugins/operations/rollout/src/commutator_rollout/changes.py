@@ -53,6 +53,11 @@ def _differences(before: Any, after: Any, path: str, takes_effect: TakesEffect) 
             inner = f"{path}.{name}" if path else name
             yield from _differences(getattr(before, name), getattr(after, name), inner, effect)
         return
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in [*before, *(name for name in after if name not in before)]:
+            inner = f"{path}.{name}"
+            yield from _differences(before.get(name), after.get(name), inner, takes_effect)
+        return
     if isinstance(before, tuple) and isinstance(after, tuple):
         named = _by_name(before), _by_name(after)
         if named[0] is not None and named[1] is not None:
