@@ -21,6 +21,7 @@
 # make chaos    an hour of random faults on several hosts, with simulated and with real workers; needs root
 # make cluster-demo   three hosts on this machine, with etcd, certificates and requests; needs root
 # make lint     ruff and mypy
+# make kube     build Kubernetes (Debian 12, root, ten minutes once) and run a control plane until Ctrl-C; test-kube runs the tests that need it
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
 # make dist     wheels of every distribution in dist/; `make try-wheels` uses them as a stranger would
@@ -44,7 +45,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -150,6 +151,17 @@ test-kills: $(VENV)/.test
 # Installs the clients of before in build/clients.
 test-strict: $(VENV)/.test vllm sglang
 	$(BIN)/pytest -s tests/judges/strict/test_strict_clients.py
+
+KUBERNETES_BUILD ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/commutator/kubernetes
+
+$(KUBERNETES_BUILD)/complete: scripts/kubernetes_build.sh
+	scripts/kubernetes_build.sh $(KUBERNETES_BUILD)
+
+kube: $(VENV)/.test $(KUBERNETES_BUILD)/complete
+	KUBERNETES_BUILD=$(KUBERNETES_BUILD) $(BIN)/python -m tests.support.real_kubernetes
+
+test-kube: $(VENV)/.test $(KUBERNETES_BUILD)/complete
+	KUBERNETES_BUILD=$(KUBERNETES_BUILD) $(BIN)/pytest -s tests/kubernetes
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py

@@ -44,8 +44,8 @@ rm -rf "$k/vendor/github.com/modern-go/reflect2"
 cp -rL "$dir/root/usr/share/gocode/src/github.com/modern-go/reflect2" "$k/vendor/github.com/modern-go/"
 # /version comes from client-go, --version from component-base.
 for base in component-base/version/base.go client-go/pkg/version/base.go; do
-  sed -i -e 's/gitVersion  *string = .*/gitVersion string = "v1.20.2"/; s/gitVersion   = .*/gitVersion = "v1.20.2"/' \
-    -e 's/gitMajor string /gitMajor string = "1" /; s/gitMinor string /gitMinor string = "20" /' "$k/staging/src/k8s.io/$base"
+  sed -i -e 's/^\tgitVersion .*/\tgitVersion string = "v1.20.2"/; s/^\tgitMajor [^/]*/\tgitMajor string = "1" /' \
+    -e 's/^\tgitMinor [^/]*/\tgitMinor string = "20" /' "$k/staging/src/k8s.io/$base"
 done
 cd "$k"
 echo "--- the OpenAPI definitions, the one generated file that the source lacks"

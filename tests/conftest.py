@@ -10,7 +10,12 @@ from hypothesis import HealthCheck, settings
 
 from commutator.trust import secret_of_this_process
 
-pytest_plugins = ["tests.support.seaweed", "tests.support.etcd", "tests.support.nats"]
+pytest_plugins = [
+    "tests.support.seaweed",
+    "tests.support.etcd",
+    "tests.support.nats",
+    "tests.support.real_kubernetes",
+]
 
 # The machine may be busy with other tests: how long an example takes says nothing.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -48,10 +48,13 @@ async def served(kubeconfig: str, folder: Path, port: int) -> AsyncIterator[None
             await process.wait()
 
 
-async def until(look: Callable[[], bool], folder: Path) -> None:
+async def until(look: Callable[[], bool | Awaitable[bool]], folder: Path) -> None:
     try:
         async with asyncio.timeout(90.0):
-            while not look():
+            while True:
+                found = look()
+                if found if isinstance(found, bool) else await found:
+                    return
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise AssertionError((folder / "log").read_text()[-4000:]) from None
@@ -109,11 +112,12 @@ async def test_workers_live_in_pods_and_outlive_the_supervisor_and_the_api_serve
             assert workers() == second
 
 
-def _ready(port: int) -> bool:
-    import urllib.request
-
+async def _ready(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as page:
-            return bool(page.status == 200)
-    except OSError:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{port}/ready") as reply,
+        ):
+            return reply.status == 200
+    except aiohttp.ClientError:
         return False
