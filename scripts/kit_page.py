@@ -23,6 +23,7 @@ PUBLIC = (
     ".model_kv",
     ".http",
     ".completions",
+    ".constraints",
     ".connector_worker",
     ".pytorch",
 )

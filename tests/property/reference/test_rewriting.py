@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commutator_reference.rewriting import rewritten
+from commutator_engine_kit.constraints.rewriting import rewritten
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "ba", "a\n", "é", "aab"])
 SCALARS = st.one_of(st.sampled_from([None, True, False, 0, 1, 1.0, 2.5, -3]), TEXTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from attrs import evolve
 from hypothesis import given
@@ -103,15 +104,30 @@ def test_what_is_sglangs_own_goes_among_the_sampling_parameters() -> None:
     ],
 )
 def test_constraints_in_its_words(constraint: Constraint, told: dict[str, str]) -> None:
+    """With another library than llguidance."""
     sampling = request_body(evolve(REQUEST, constraint=constraint), "x", SERVER)["sampling_params"]
     assert told.items() <= sampling.items()
     plain = request_body(REQUEST, "x", SERVER)["sampling_params"]
     assert sampling.keys() - plain.keys() == told.keys()
 
 
+def test_constraints_for_llguidance() -> None:
+    server = msgspec.structs.replace(SERVER, grammar_backend="llguidance")
+    request = evolve(REQUEST, constraint=Constraint(kind="json_object", whitespace=" ?"))
+    told = request_body(request, "x", server)["sampling_params"]["json_schema"]
+    assert json.loads(told) == {
+        "type": "object",
+        "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"},
+    }
+    tag = {"structures": [{"begin": "<a", "schema": {}, "end": ">"}], "triggers": ["<a"]}
+    request = evolve(REQUEST, constraint=Constraint(kind="structural_tag", value=json.dumps(tag)))
+    assert "start: " in request_body(request, "x", server)["sampling_params"]["ebnf"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"constraint": Constraint(kind="json_schema", value='{"multipleOf": 2}')},
         {"constraint": Constraint(kind="regex", value="a", after=(7,))},
         {"constraint": Constraint(kind="json_object", whitespace=" ?")},
         {"constraint": Constraint(kind="json_object"), "generated_prefix": 1},

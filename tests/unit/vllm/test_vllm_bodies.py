@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -90,14 +91,9 @@ def test_what_is_vllms_own_goes_among_the_sampling_parameters() -> None:
         (Constraint(kind="regex", value="a+"), {"regex": "a+"}),
         (Constraint(kind="choice", value=("a", "b")), {"choice": ("a", "b")}),
         (Constraint(kind="grammar", value="root ::= x"), {"grammar": "root ::= x"}),
-        (Constraint(kind="structural_tag", value="{}"), {"structural_tag": "{}"}),
         (
-            Constraint(kind="json_object", whitespace=""),
-            {"json_object": True, "disable_any_whitespace": True},
-        ),
-        (
-            Constraint(kind="json_object", whitespace=" ?"),
-            {"json_object": True, "whitespace_pattern": " ?"},
+            Constraint(kind="structural_tag", value='{"triggers": [], "added_tokens": {"<a>": 1}}'),
+            {"structural_tag": '{"triggers": []}'},
         ),
     ],
 )
@@ -110,9 +106,57 @@ def test_constraints_in_its_words(constraint: Constraint, told: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
+    ("whitespace", "options"),
+    [
+        (None, {"whitespace_flexible": True, "whitespace_pattern": "\\n {0,24}| ?"}),
+        ("", {"whitespace_flexible": False}),
+        (" ", {"whitespace_flexible": True, "whitespace_pattern": " "}),
+    ],
+)
+def test_schemas_for_llguidance_have_their_white_space(
+    whitespace: str | None, options: dict[str, Any]
+) -> None:
+    schema = json.dumps({"not": {"type": ["string", "array", "object", "number", "null"]}})
+    for constraint, told in (
+        (Constraint(kind="json_object", whitespace=whitespace), {"type": "object"}),
+        (
+            Constraint(kind="json_schema", value=schema, whitespace=whitespace),
+            {"allOf": [{"type": ["boolean"]}]},
+        ),
+    ):
+        request = evolve(REQUEST, constraint=constraint)
+        body = request_body(GENERATE, request, "m", use_priority=False, llguidance=True)
+        (guide,) = body["sampling_params"]["structured_outputs"].items()
+        assert guide[0] == "json"
+        assert json.loads(guide[1]) == {**told, "x-guidance": options}
+
+
+def test_tags_for_llguidance_are_a_grammar_with_the_ids_of_their_marks() -> None:
+    structure = {"begin": "<call>\n", "schema": {"type": "object"}, "end": "</call>"}
+    tag = {"structures": [structure], "triggers": ["<call>"], "added_tokens": {"<call>": 7}}
+    request = evolve(REQUEST, constraint=Constraint(kind="structural_tag", value=json.dumps(tag)))
+    body = request_body(GENERATE, request, "m", use_priority=False, llguidance=True)
+    (guide,) = body["sampling_params"]["structured_outputs"].items()
+    assert guide[0] == "grammar"
+    assert "<[7]> (" in guide[1]
+    assert '"</call>"' in guide[1]
+
+
+def test_a_schema_that_excludes_all_is_refused() -> None:
+    request = evolve(REQUEST, constraint=Constraint(kind="json_schema", value="false"))
+    with pytest.raises(RequestError, match="excludes all"):
+        request_body(GENERATE, request, "m", use_priority=False, llguidance=True)
+
+
+@pytest.mark.parametrize(
     ("changes", "param"),
     [
         ({"constraint": Constraint(kind="regex", value="a", after=(7,))}, "response_format"),
+        ({"constraint": Constraint(kind="json_object", whitespace=" ?")}, "response_format"),
+        (
+            {"constraint": Constraint(kind="json_schema", value='{"not": {"const": 1}}')},
+            "response_format",
+        ),
         (
             {"constraint": Constraint(kind="regex", value="a"), "generated_prefix": 1},
             "response_format",

@@ -465,6 +465,13 @@ class TextModel:
         """The special tokens' texts, by id."""
         return {one: self._bytes.table[one].decode("utf-8", "replace") for one in self.special_ids}
 
+    def with_added_tokens(self, tag: str) -> str:
+        """A structural tag, as JSON, with the ids of tokens that marks in it may be."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        ids = {token.content: id_ for id_, token in added if id_ not in self.eos_ids}
+        given = json.loads(tag)
+        return json.dumps({**given, "added_tokens": ids}) if isinstance(given, dict) else tag
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Lets other threads run meanwhile."""
         # Unlike encode(), the batch form gives up the interpreter lock, and it is quicker.

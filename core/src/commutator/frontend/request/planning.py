@@ -211,6 +211,10 @@ def _plan(
         require(target.principal, "pin", asked.param("retention"))
     retention = () if asked.retention is None else (asked.retention,)
     priority = allowed_priority(target.principal, asked.priority)
+    constraint = asked.constraint
+    if constraint is not None and constraint.kind == "structural_tag":
+        value = target.text.with_added_tokens(str(constraint.value))
+        constraint = evolve(constraint, value=value)
     requests: list[GenerateRequest] = []
     prompt_tokens = 0
     for prompt in (_kept(prompt, asked.keep_tokens) for prompt in prompts):
@@ -231,7 +235,7 @@ def _plan(
                     priority=priority,
                     retention=retention,
                     session=target.caller.session_id or None,
-                    constraint=asked.constraint,
+                    constraint=constraint,
                     prompt_logprobs=asked.prompt_logprobs,
                     options=asked.engine_options,
                 )

@@ -5,8 +5,8 @@ An engine written in Python serves the token API: implement ``TokenEngine``, sta
 ``commutator.engine.TokenApiClient`` from its connector. Connectors to HTTP servers also use
 ``.http``, ``.completions``, ``.launching``, ``.model_files``, ``.model_identity`` and
 ``.preflight``; KV connectors whose workers are other processes than their scheduler use
-``.connector_worker``; engines in PyTorch ``.pytorch``. ``.kv`` has the KV
-blocks, ``.nixl`` what moves them.
+``.connector_worker``; engines in PyTorch ``.pytorch``. ``.constraints`` has what answers follow,
+``.kv`` the KV blocks, ``.nixl`` what moves them.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from commutator.contract.request import (
 )
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import EngineError, EngineIncompleteError, RequestError
+from commutator_engine_kit.constraints import check_enforced, without_added_tokens, written
 from commutator_engine_kit.http import FailedAnswerError, HttpServer
 
 __all__ = [
@@ -348,13 +349,13 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, Any]:
 
 
 def enforceable(
-    request: GenerateRequest, engine: str, *, whitespace: bool, thoughts: bool = False
+    request: GenerateRequest, engine: str, *, llguidance: bool = False, thoughts: bool = False
 ) -> Constraint | None:
-    """What a server of ``engine`` is to enforce; None: nothing.
+    """What a server of ``engine`` is to enforce, in its library's words; None: nothing.
 
-    ``whitespace``: whether it can be told what stands between the parts of JSON. ``thoughts``:
-    whether it begins by itself after those with which an answer begins, or else with the first
-    token. Raises RequestError for a constraint that the server would enforce otherwise than asked.
+    ``llguidance``: whether that is its library, and not another one. ``thoughts``: whether it
+    begins by itself after those with which an answer begins, or else with the first token. Raises
+    RequestError for a constraint that the server would enforce otherwise than asked.
     """
     constraint = request.constraint
     if constraint is None:
@@ -362,13 +363,16 @@ def enforceable(
     problem = None
     if constraint.after and not thoughts:
         problem = "cannot begin to constrain an answer after tokens of the request's choice"
-    elif constraint.whitespace is not None and not whitespace:
+    elif constraint.whitespace is not None and not llguidance:
         problem = "decides itself about the white space in JSON"
     elif request.generated_prefix:
         problem = "cannot constrain the rest of an answer that another worker began"
     if problem is not None:
         raise RequestError(f"{engine} {problem}", "response_format")
-    return constraint
+    if llguidance:
+        return written(constraint)
+    check_enforced(constraint, engine)
+    return without_added_tokens(constraint)
 
 
 def any_of(choices: Iterable[str]) -> str:

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_engine_kit.constraints import enforced, lark_of_tags, of_lark
 from commutator_reference.grammar_trial import LIMITS, GrammarTrial
 from commutator_reference.json_place import JsonPlace, JsonTokens
-from commutator_reference.rewriting import rewritten
-from commutator_reference.structural_tags import lark_of_tags
 from commutator_reference.vocabulary import Vocabulary, vocabulary_of
 
 KINDS: tuple[ConstraintKind, ...] = (
@@ -37,9 +36,6 @@ KINDS: tuple[ConstraintKind, ...] = (
 )
 """What this engine enforces."""
 
-_WHITESPACE = r"\n {0,24}| ?"
-"""Between parts of JSON: a line's end and an indentation, or a space. Without a bound a small model
-writes nothing else for ever."""
 _SHOWN = 300
 """Characters of a grammar's error."""
 _KEPT = 16
@@ -243,14 +239,12 @@ def _grammar(
             return _of_lark(value)
         case "structural_tag":
             specials = {text: one for text, one in vocabulary().specials.items() if one not in ends}
-            return _of_lark(lark_of_tags(json.loads(value), specials, _enforced))
+            return _of_lark(lark_of_tags(json.loads(value), specials, enforced))
     raise ValueError(f"unknown kind {constraint.kind}")
 
 
 def _of_lark(grammar: str) -> str:
-    # Otherwise, where one text alone can follow, llguidance asks for the tokens that its tokenizer
-    # makes of it, and takes none of those that are special.
-    return str(LLMatcher.grammar_from_lark(f'{grammar}\n%llguidance {{"no_forcing": true}}'))
+    return str(LLMatcher.grammar_from_lark(of_lark(grammar)))
 
 
 def _of_regex(space: str, expression: str) -> str:
@@ -260,20 +254,6 @@ def _of_regex(space: str, expression: str) -> str:
 
 def _json(schema: Any, constraint: Constraint, space: str) -> str:
     """``space``: what may stand before it, as a regular expression."""
-    found, given = _enforced(schema, constraint.whitespace)
+    found, given = enforced(schema, constraint.whitespace)
     value = json.dumps({**found, "x-guidance": given})
     return _of_lark(f"start: {f'/{space}/ ' if space else ''}%json {value}")
-
-
-def _enforced(schema: Any, whitespace: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema as llguidance takes it, and its options. Raises ValueError."""
-    if not isinstance(schema, dict | bool):
-        raise ValueError("expected an object")  # noqa: TRY004 - as for every other mistake
-    found = rewritten(schema)
-    if found is False:
-        raise ValueError("no value follows the schema: it excludes all")
-    between = _WHITESPACE if whitespace is None else whitespace
-    options: dict[str, Any] = {"whitespace_flexible": bool(between)}
-    if between:
-        options["whitespace_pattern"] = between
-    return {} if found is True else found, options

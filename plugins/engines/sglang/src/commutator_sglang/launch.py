@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _SERVER = ("-m", "sglang.launch_server")
 _CONFIG = "--config"
+_GRAMMAR_BACKEND = "--grammar-backend"
 # What works without an accelerator; SGLang's own defaults differ.
 _ON_CPU = {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -176,6 +177,8 @@ def server_arguments(
         at_ports = (f"tcp://{context.host}:{port}" for port in ports[:2])
         # With a host instead of "*", SGLang would connect to it if `bind` were not set.
         added["--kv-events-config"] = event_settings(*(sockets or at_ports), bind=True)
+    if not given & {_GRAMMAR_BACKEND, _CONFIG}:
+        added[_GRAMMAR_BACKEND] = "llguidance"  # it refuses what it cannot enforce
     if context.tiers:
         added |= _tier_arguments(context)
     if config.role != "both":

@@ -102,6 +102,7 @@ class ServerInfo(msgspec.Struct):
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     enable_deterministic_inference: bool = False
+    grammar_backend: str | None = None
     kv_events: KvEvents | None = None
     """None for a server that publishes nothing, or on Unix sockets."""
     kv_events_config: str | None = None
@@ -183,7 +184,8 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
             "seed: this SGLang server ignores it; run the server with "
             "--enable-deterministic-inference"
         )
-    constraint = enforceable(request, "SGLang", whitespace=False)
+    llguidance = server.grammar_backend == "llguidance"
+    constraint = enforceable(request, "SGLang", llguidance=llguidance)
     followed = {} if constraint is None else _constraint(constraint)
     sampling = {**_sampling(request), **followed, **request.options}
     body: dict[str, Any] = {

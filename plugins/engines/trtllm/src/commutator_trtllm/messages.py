@@ -44,7 +44,7 @@ def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
         body["disaggregated_params"] = dict(request.handover)
     # Only an answer that is not streamed has the parameters for the decode request.
     body |= {"stream": False} if hands_over(request.handover) else STREAMED
-    if (constraint := enforceable(request, "TensorRT-LLM", whitespace=False)) is not None:
+    if (constraint := enforceable(request, "TensorRT-LLM")) is not None:
         body["response_format"] = _response_format(constraint)
     return {**body, **request.options}
 

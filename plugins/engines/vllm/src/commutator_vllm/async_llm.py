@@ -43,6 +43,7 @@ class AsyncLlmEngine:
         self._llm.logger_manager.stat_loggers.append(self._stats)
         self.info = _info(self._llm, state.args, host)
         settings = self._llm.vllm_config.structured_outputs_config
+        self._llguidance = settings.backend == "guidance"
         self._sees_thoughts = bool(settings.reasoning_parser) and not settings.enable_in_reasoning
 
     @classmethod
@@ -78,7 +79,7 @@ class AsyncLlmEngine:
             made = llm.input_processor.process_inputs(
                 request.request_id,
                 tokens_input(list(request.token_ids), cache_salt=request.cache_salt),
-                _sampling_params(request, self._sees_thoughts),
+                _sampling_params(request, self._sees_thoughts, self._llguidance),
                 supported_tasks=self._tasks,
                 lora_request=self._models.lora_requests[request.adapter.digest]
                 if request.adapter
@@ -166,11 +167,11 @@ def _no_adapter(lora_name: str) -> str:
     return f"this vLLM server has no adapter {lora_name!r}"
 
 
-def _sampling_params(request: GenerateRequest, sees_thoughts: bool) -> Any:
+def _sampling_params(request: GenerateRequest, sees_thoughts: bool, llguidance: bool) -> Any:
     """Raises ValueError for what vLLM does not accept."""
     if request.cache_salt == "":
         raise ValueError("cache_salt: it is empty")  # vLLM itself would take it for none
-    params = _sampling(sampling_fields(request, thoughts=sees_thoughts))
+    params = _sampling(sampling_fields(request, llguidance=llguidance, thoughts=sees_thoughts))
     if params.n != 1:
         raise ValueError("n: one answer for each request; ask several times")
     params.output_kind = RequestOutputKind.DELTA

@@ -83,12 +83,15 @@ class VllmClient(HttpEngineClient):
         use_priority: bool = True,
         kv_events: EventSource | None = None,
         hands_over: bool = False,
+        llguidance: bool = False,
         **access: Unpack[ServerAccess],
     ) -> None:
+        """``llguidance``: the server enforces what answers follow with this library."""
         super().__init__(HttpServer("vLLM", url, **access))
         self._use_priority = use_priority
         self._given_events = kv_events
         self._hands_over = hands_over
+        self._llguidance = llguidance
         self._operations: tuple[str, ...] = (Operation.GENERATE,)
         self.path = GENERATE
         """Where requests are sent; COMPLETIONS once the server has answered that it lacks this."""
@@ -144,7 +147,13 @@ class VllmClient(HttpEngineClient):
 
     async def _answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
         path = COMPLETIONS if needs_completions(request) else self.path
-        body = request_body(path, request, model, use_priority=self._use_priority)
+        body = request_body(
+            path,
+            request,
+            model,
+            use_priority=self._use_priority,
+            llguidance=self._llguidance,
+        )
         reader = DeltaReader(request)
         try:
             await reader.fill(stream, self.server, path, body, request_headers(request))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Literal
 
 from attrs import frozen
 
 from commutator import setting
 from commutator_engine_kit.launching import PythonServerConfig, only_to_attach, only_to_launch
+from commutator_engine_kit.preflight import argument_value
 
 KV_TRANSFER = "--kv-transfer-config"
+STRUCTURED_OUTPUTS = "--structured-outputs-config.backend"
+_STRUCTURED_OUTPUTS = "--structured-outputs-config"
+_GUIDANCE = "guidance"
 
 
 @frozen(kw_only=True)
@@ -25,6 +31,13 @@ class VllmConfig(PythonServerConfig):
     hands_over: bool = setting(
         "The server at `url` runs with the NixlConnector, which disaggregation needs. A launched "
         "server does when its `role` is prefill or decode.",
+        False,
+        validator=only_to_attach,
+    )
+    llguidance: bool = setting(
+        "The server at `url` runs with `--structured-outputs-config.backend guidance`, which "
+        "enforces more keywords of JSON schemas than vLLM's default; what that would ignore is "
+        "refused. A launched server does, unless its `args` choose another.",
         False,
         validator=only_to_attach,
     )
@@ -45,6 +58,26 @@ class VllmConfig(PythonServerConfig):
         (),
         validator=only_to_launch,
     )
+
+    @property
+    def chooses_structured_outputs(self) -> bool:
+        """Whether `args` may choose what a launched server enforces schemas with."""
+        names = {arg.partition("=")[0].replace("_", "-") for arg in self.args}
+        own = (one == "--config" or one.startswith(_STRUCTURED_OUTPUTS) for one in names)
+        return any(own)
+
+    @property
+    def enforces_with_llguidance(self) -> bool:
+        """Whether the server enforces what answers follow with this library."""
+        if self.url is not None:
+            return self.llguidance
+        if not self.chooses_structured_outputs:
+            return True
+        given = argument_value(self.args, _STRUCTURED_OUTPUTS) or "{}"
+        with suppress(ValueError):
+            if json.loads(given).get("backend") == _GUIDANCE:
+                return True
+        return argument_value(self.args, STRUCTURED_OUTPUTS) == _GUIDANCE
 
     @property
     def has_own_connector(self) -> bool:

@@ -39,7 +39,7 @@ from commutator_engine_kit.preflight import (
 )
 from commutator_vllm import model_support
 from commutator_vllm.client import TokenApiAddress
-from commutator_vllm.config import KV_TRANSFER, VllmConfig
+from commutator_vllm.config import KV_TRANSFER, STRUCTURED_OUTPUTS, VllmConfig
 from commutator_vllm.token_engine import LISTEN_AT
 
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
@@ -165,6 +165,8 @@ def server_arguments(
         if sockets is None and context.guarded_host != context.host:
             raise ConfigError([_OPEN_EVENTS], config.where)
         ours[_EVENTS] = event_settings(*(sockets or _ANY_PORTS), enable_kv_cache_events=True)
+    if not config.chooses_structured_outputs:
+        ours[STRUCTURED_OUTPUTS] = "guidance"  # it refuses what it cannot enforce
     if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
         ours[KV_TRANSFER] = compact_json(connector)
     ours |= {"--enable-prompt-tokens-details": "", "--enable-scale-out": ""}

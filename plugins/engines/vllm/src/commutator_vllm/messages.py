@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
-from commutator import Constraint, GenerateRequest, Pooling, TokenDelta, TokenLogprob
+from commutator import GenerateRequest, Pooling, TokenDelta, TokenLogprob
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import STREAMED, enforceable, likeliest, sampling_parameters
 
@@ -60,12 +60,17 @@ class Embeddings(msgspec.Struct):
 
 
 def request_body(
-    path: str, request: GenerateRequest, model: str, *, use_priority: bool
+    path: str,
+    request: GenerateRequest,
+    model: str,
+    *,
+    use_priority: bool,
+    llguidance: bool = False,
 ) -> dict[str, Any]:
     """The JSON body for ``path``: GENERATE or COMPLETIONS.
 
-    ``request.options`` are parameters that only vLLM has (`bad_words`, ...). Raises RequestError
-    for a constraint that vLLM cannot be told of.
+    ``llguidance`` as of ``enforceable``. ``request.options`` are parameters that only vLLM has
+    (`bad_words`, ...). Raises RequestError for a constraint that vLLM cannot be told of.
     """
     body: dict[str, Any] = {"model": request.adapter_digest or model}
     # Only an answer that is not streamed has the parameters for the decode request, and log
@@ -79,7 +84,7 @@ def request_body(
     if request.handover is not None:
         body["kv_transfer_params"] = dict(request.handover)
     if path == GENERATE:
-        sampling = sampling_fields(request)
+        sampling = sampling_fields(request, llguidance=llguidance)
         if sampling.get("logprobs"):
             sampling["logprobs"] += 1  # the chosen token is one of them here
         return {**body, "token_ids": list(request.token_ids), "sampling_params": sampling}
@@ -87,7 +92,7 @@ def request_body(
         body["logprobs"] = request.sampling.top_logprobs
     return {
         **body,
-        **_sampling(request),
+        **_sampling(request, llguidance=llguidance),
         "prompt": list(request.token_ids),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -125,40 +130,36 @@ def prompt_entries(
     )
 
 
-def sampling_fields(request: GenerateRequest, *, thoughts: bool = False) -> dict[str, Any]:
+def sampling_fields(
+    request: GenerateRequest, *, llguidance: bool, thoughts: bool = False
+) -> dict[str, Any]:
     """The fields of vLLM's SamplingParams for a request that is answered with tokens.
 
-    ``thoughts`` as of ``enforceable``.
+    ``llguidance`` and ``thoughts`` as of ``enforceable``.
     """
     # The front door makes the text; vLLM needs it only to find stop strings.
-    return {**_sampling(request, thoughts=thoughts), "detokenize": bool(request.sampling.stop)}
+    fields = _sampling(request, llguidance=llguidance, thoughts=thoughts)
+    return {**fields, "detokenize": bool(request.sampling.stop)}
 
 
-def _sampling(request: GenerateRequest, *, thoughts: bool = False) -> dict[str, Any]:
+def _sampling(
+    request: GenerateRequest, *, llguidance: bool, thoughts: bool = False
+) -> dict[str, Any]:
     fields = sampling_parameters(request)
     # Tokens that are named take the place of the likeliest.
     if request.sampling.top_logprobs is not None and not request.options.get(NAMED_TOKENS):
         fields["logprobs"] = request.sampling.top_logprobs
     if request.prompt_logprobs is not None:
         fields["prompt_logprobs"] = request.prompt_logprobs
-    constraint = enforceable(request, "vLLM", whitespace=True, thoughts=thoughts)
+    constraint = enforceable(request, "vLLM", llguidance=llguidance, thoughts=thoughts)
     if constraint is not None:
-        fields["structured_outputs"] = _structured_outputs(constraint)
+        name = _GUIDES.get(constraint.kind, constraint.kind)
+        fields["structured_outputs"] = {name: constraint.value or True}
     return {**fields, **request.options}
 
 
 _GUIDES = {"json_schema": "json"}
 """vLLM's names of kinds of constraints, where they are others."""
-
-
-def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    name = _GUIDES.get(constraint.kind, constraint.kind)
-    guide: dict[str, Any] = {name: constraint.value or True}
-    if constraint.whitespace:
-        guide["whitespace_pattern"] = constraint.whitespace
-    elif constraint.whitespace is not None:
-        guide["disable_any_whitespace"] = True
-    return guide
 
 
 def hands_over(handover: Mapping[str, Any] | None) -> bool:

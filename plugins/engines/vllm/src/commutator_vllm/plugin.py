@@ -41,6 +41,7 @@ class VllmConnector(WithKvSupport, ServerConnector[VllmConfig]):
             hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
             kv_events=config.event_source,
+            llguidance=config.enforces_with_llguidance,
             **self.access(config, address),
         )
 

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from commutator.contract.request import Constraint
 
 _MOST = 512
 """Tags in one grammar."""
@@ -44,6 +46,25 @@ def lark_of_tags(given: Any, specials: Mapping[str, int], enforced: Enforced) ->
     else:
         start = f"{some}{'+' if required else '*'} free"
     return "\n".join([f"start: {start}", *writer.lines])
+
+
+ADDED_TOKENS = "added_tokens"
+"""The key beside the tags under which front doors give the ids of the model's added tokens."""
+
+
+def added_tokens(given: Any) -> dict[str, int]:
+    """The ids of the model's added tokens, by their texts, where they are told."""
+    found = given.get(ADDED_TOKENS) if isinstance(given, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def without_added_tokens(constraint: Constraint) -> Constraint:
+    """A structural tag as the client wrote it."""
+    given = json.loads(str(constraint.value)) if constraint.kind == "structural_tag" else None
+    if not isinstance(given, dict) or ADDED_TOKENS not in given:
+        return constraint
+    own = {key: value for key, value in given.items() if key != ADDED_TOKENS}
+    return evolve(constraint, value=json.dumps(own))
 
 
 def _read(given: Any) -> tuple[list[_Tag], list[str], bool, bool]:

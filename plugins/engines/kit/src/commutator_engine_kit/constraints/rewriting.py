@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from commutator_reference.alternatives import are_apart, differ, resolved
-from commutator_reference.structural_tags import escaped
+from commutator_engine_kit.constraints.alternatives import are_apart, differ, resolved
+from commutator_engine_kit.constraints.structural_tags import escaped
 
 _SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
