@@ -61,6 +61,18 @@ def test_the_server_is_sglangs_own(context: LaunchContext, python: str) -> None:
     assert "--disaggregation-mode" not in plan.argv
 
 
+@pytest.mark.parametrize(
+    ("args", "ours"),
+    [((), True), (("--grammar-backend=xgrammar",), False), (("--config=file.yaml",), False)],
+)
+def test_what_it_enforces_schemas_with(
+    context: LaunchContext, python: str, args: tuple[str, ...], ours: bool
+) -> None:
+    argv = launch_plan(evolve(CONFIG, python=python, args=args), context).argv
+    assert ("--grammar-backend" in argv) is ours
+    assert not ours or value_of(argv, "--grammar-backend") == "llguidance"
+
+
 @pytest.mark.security
 def test_ranks_on_one_machine_talk_over_its_loopback_interface(
     context: LaunchContext, python: str

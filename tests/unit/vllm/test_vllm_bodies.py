@@ -11,7 +11,13 @@ from attrs import evolve
 from commutator import AdapterIdentity, Constraint
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator_vllm.messages import COMPLETIONS, GENERATE, request_body, request_headers
+from commutator_vllm.messages import (
+    COMPLETIONS,
+    GENERATE,
+    check_forwarded,
+    request_body,
+    request_headers,
+)
 
 REQUEST = GenerateRequest(
     request_id="r1",
@@ -140,6 +146,29 @@ def test_tags_for_llguidance_are_a_grammar_with_the_ids_of_their_marks() -> None
     assert guide[0] == "grammar"
     assert "<[7]> (" in guide[1]
     assert '"</call>"' in guide[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"tool_choice": "auto"}, True),
+        ({"tools": [{"type": "function", "name": "a", "strict": True}]}, True),
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "none"}, False),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": False}}]}, False),
+        ({"tools": None, "response_format": {"json_schema": {"strict": True}}}, False),
+    ],
+)
+def test_strict_calls_of_its_own_are_refused(changes: dict[str, Any], refused: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "a", "strict": True}}]
+    body = json.dumps({"tools": tools, **changes}).encode()
+    if not refused:
+        check_forwarded(body)
+        return
+    with pytest.raises(RequestError, match="strict") as found:
+        check_forwarded(body)
+    assert found.value.param == "tools"
 
 
 def test_a_schema_that_excludes_all_is_refused() -> None:

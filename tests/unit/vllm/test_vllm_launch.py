@@ -63,6 +63,37 @@ def test_the_server_is_vllms_own(context: LaunchContext, python: str) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
 
 
+@pytest.mark.parametrize(
+    ("args", "ours", "llguidance"),
+    [
+        ((), True, True),
+        (("--structured-outputs-config.backend=xgrammar",), False, False),
+        (("--structured_outputs_config.backend=xgrammar",), False, False),
+        (("--structured-outputs-config.backend", "guidance"), False, True),
+        (("--structured-outputs-config", '{"backend":"guidance"}'), False, True),
+        (("--structured-outputs-config={}",), False, False),
+        (("--config=file.yaml",), False, False),
+    ],
+)
+def test_what_it_enforces_schemas_with(
+    context: LaunchContext, python: str, args: tuple[str, ...], ours: bool, llguidance: bool
+) -> None:
+    config = evolve(CONFIG, python=python, args=args)
+    plan = launch_plan(config, context)
+    name = "--structured-outputs-config.backend"
+    before = plan.argv[: len(plan.argv) - len(args)]
+    assert (name in before) is ours
+    assert not ours or value_of(before, name) == "guidance"
+    assert config.enforces_with_llguidance is llguidance
+    assert ("VLLM_ENFORCE_STRICT_TOOL_CALLING" in plan.env) is llguidance
+
+
+def test_a_server_at_a_url_enforces_as_the_file_says() -> None:
+    attached = VllmConfig(kind="vllm", url="http://127.0.0.1:1")
+    assert not attached.enforces_with_llguidance
+    assert evolve(attached, llguidance=True).enforces_with_llguidance
+
+
 @pytest.mark.security
 def test_ranks_on_one_machine_talk_over_its_loopback_interface(
     context: LaunchContext, python: str

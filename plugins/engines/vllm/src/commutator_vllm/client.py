@@ -52,6 +52,7 @@ from commutator_vllm.messages import (
     GENERATE,
     DeltaReader,
     Embeddings,
+    check_forwarded,
     embeddings_body,
     hands_over,
     needs_completions,
@@ -164,6 +165,14 @@ class VllmClient(HttpEngineClient):
             else:
                 raise await self.server.error_for(failed.status, str(failed)) from failed
 
+    def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[HttpAnswer]:
+        """As of its base. Raises RequestError for strict tools that would not be."""
+        if self._llguidance:
+            check_forwarded(body)
+        return super().forward(path, body, headers)
+
     async def load(self) -> EngineLoad:
         with self.forgets_a_lost_server():
             page = await self._metrics()
@@ -221,8 +230,11 @@ class TokenApiAddress:
 class VllmTokenClient(TokenApiClient):
     """Sends requests over the token API, and clients' own HTTP requests to vLLM's endpoints."""
 
-    def __init__(self, address: TokenApiAddress, *, hands_over: bool = False) -> None:
+    def __init__(
+        self, address: TokenApiAddress, *, hands_over: bool = False, llguidance: bool = False
+    ) -> None:
         super().__init__(address.token_api)
+        self._llguidance = llguidance
         self._server = HttpServer(
             "vLLM", address.url, api_key=api_key_at(address.url), of_cluster=True
         )
@@ -241,6 +253,8 @@ class VllmTokenClient(TokenApiClient):
     def forward(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpAnswer]:
+        if self._llguidance:
+            check_forwarded(body)
         return self._server.forward(path, body, headers)
 
     async def close(self) -> None:

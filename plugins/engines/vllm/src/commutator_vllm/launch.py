@@ -110,7 +110,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         raise ConfigError(found, config.where)
     arguments = server_arguments(config, context, directory_for(source))
     group = context.group
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host, **_own_calls(config)}
     if group is not None:
         arguments = (*arguments, *_group_arguments(group))
     elif not argument_names(config.args, _NEEDS.ours, config.where) & _SEVERAL_HOSTS:
@@ -143,6 +143,11 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         env |= {_API_KEY: key, "PYTHONPATH": _with_guard(env, context)}
         command = (*command, "--middleware", f"{_GUARD}.KeyGuard")
     return server_plan(config, context, command, env, address)
+
+
+def _own_calls(config: VllmConfig) -> dict[str, str]:
+    """The environment in which vLLM's own forced calls are schemas, not xgrammar's tags."""
+    return {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"} if config.enforces_with_llguidance else {}
 
 
 def server_arguments(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from attrs import evolve
 
 from commutator import GenerateRequest, Pooling, TokenDelta, TokenLogprob
+from commutator.errors import RequestError
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import STREAMED, enforceable, likeliest, sampling_parameters
 
@@ -160,6 +162,38 @@ def _sampling(
 
 _GUIDES = {"json_schema": "json"}
 """vLLM's names of kinds of constraints, where they are others."""
+
+
+def check_forwarded(body: bytes) -> None:
+    """Raise RequestError if a client's own body asks for calls that follow schemas as it likes.
+
+    vLLM holds calls to schemas in text that is free with xgrammar only. Calls that are forced
+    follow theirs.
+    """
+    if b'"strict"' not in body:
+        return
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        asked = msgspec.json.decode(body, type=_Calling, strict=False)
+        if asked.tool_choice in (None, "auto") and any(map(_is_strict, asked.tools or ())):
+            raise RequestError(
+                "tools: strict: this vLLM server enforces schemas with llguidance, and then not "
+                'where the model may call; leave strict out, use tool_choice "required", name '
+                "its tool_parser, or run vLLM with --structured-outputs-config.backend=auto",
+                "tools",
+                "unsupported_parameter",
+            )
+
+
+class _Calling(msgspec.Struct):
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+
+def _is_strict(tool: Any) -> bool:
+    match tool:
+        case {"strict": True} | {"function": {"strict": True}}:
+            return True
+    return False
 
 
 def hands_over(handover: Mapping[str, Any] | None) -> bool:

@@ -35,7 +35,11 @@ class VllmConnector(WithKvSupport, ServerConnector[VllmConfig]):
 
         both = TokenApiAddress.parse(address)
         if both is not None and config.url is None:
-            return VllmTokenClient(both, hands_over=config.takes_part_in_handovers)
+            return VllmTokenClient(
+                both,
+                hands_over=config.takes_part_in_handovers,
+                llguidance=config.enforces_with_llguidance,
+            )
         return VllmClient(
             address,
             hands_over=config.takes_part_in_handovers,
