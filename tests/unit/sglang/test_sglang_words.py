@@ -117,7 +117,11 @@ def test_constraints_for_llguidance() -> None:
     told = request_body(request, "x", server)["sampling_params"]["json_schema"]
     assert json.loads(told) == {
         "type": "object",
-        "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"},
+        "x-guidance": {
+            "whitespace_flexible": False,
+            "item_separator": "(?: ?)?,(?: ?)?",
+            "key_separator": "(?: ?)?:(?: ?)?",
+        },
     }
     tag = {"structures": [{"begin": "<a", "schema": {}, "end": ">"}], "triggers": ["<a"]}
     request = evolve(REQUEST, constraint=Constraint(kind="structural_tag", value=json.dumps(tag)))

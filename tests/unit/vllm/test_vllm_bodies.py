@@ -112,15 +112,15 @@ def test_constraints_in_its_words(constraint: Constraint, told: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "options"),
+    ("whitespace", "separators"),
     [
-        (None, {"whitespace_flexible": True, "whitespace_pattern": "\\n {0,24}| ?"}),
-        ("", {"whitespace_flexible": False}),
-        (" ", {"whitespace_flexible": True, "whitespace_pattern": " "}),
+        (None, (",(\\n {0,24}| ?)", ": ?")),
+        ("", (",", ":")),
+        (" ", ("(?: )?,(?: )?", "(?: )?:(?: )?")),
     ],
 )
 def test_schemas_for_llguidance_have_their_white_space(
-    whitespace: str | None, options: dict[str, Any]
+    whitespace: str | None, separators: tuple[str, str]
 ) -> None:
     schema = json.dumps({"not": {"type": ["string", "array", "object", "number", "null"]}})
     for constraint, told in (
@@ -134,6 +134,8 @@ def test_schemas_for_llguidance_have_their_white_space(
         body = request_body(GENERATE, request, "m", use_priority=False, llguidance=True)
         (guide,) = body["sampling_params"]["structured_outputs"].items()
         assert guide[0] == "json"
+        item, key = separators
+        options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
         assert json.loads(guide[1]) == {**told, "x-guidance": options}
 
 

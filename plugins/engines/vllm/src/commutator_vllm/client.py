@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http import HTTPStatus
 from typing import Unpack
 from urllib.parse import parse_qs, urlsplit
@@ -165,13 +165,15 @@ class VllmClient(HttpEngineClient):
             else:
                 raise await self.server.error_for(failed.status, str(failed)) from failed
 
-    def forward(
+    @asynccontextmanager
+    async def forward(
         self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[HttpAnswer]:
+    ) -> AsyncIterator[HttpAnswer]:
         """As of its base. Raises RequestError for strict tools that would not be."""
         if self._llguidance:
             check_forwarded(body)
-        return super().forward(path, body, headers)
+        async with super().forward(path, body, headers) as answer:
+            yield answer
 
     async def load(self) -> EngineLoad:
         with self.forgets_a_lost_server():

@@ -34,6 +34,19 @@ def enforced(schema: Any, whitespace: str | None = None) -> tuple[dict[str, Any]
     return {} if found is True else found, options
 
 
+def _with_separators(whitespace: str | None) -> dict[str, Any]:
+    """Options for servers, whose llguidance may repeat a pattern for white space without end.
+
+    So white space stands beside commas and colons only, and once.
+    """
+    item, key = ",", ":"
+    if whitespace is None:
+        item, key = rf",({_WHITESPACE})", ": ?"
+    elif whitespace:
+        item, key = (f"(?:{whitespace})?{one}(?:{whitespace})?" for one in (item, key))
+    return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+
+
 def of_lark(grammar: str) -> str:
     """A grammar in Lark whose texts may be written with any tokens.
 
@@ -43,10 +56,14 @@ def of_lark(grammar: str) -> str:
     return f'{grammar}\n%llguidance {{"no_forcing": true}}'
 
 
+def _for_server(schema: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return enforced(schema)[0], _with_separators(None)
+
+
 def written(constraint: Constraint) -> Constraint:
     """``constraint`` for a server that gives schemas and grammars to llguidance as they are.
 
-    JSON becomes a "json_schema" with its white space, a structural tag a "grammar". Raises
+    JSON becomes a "json_schema" with its white space in it, a structural tag a "grammar". Raises
     RequestError.
     """
     value = constraint.value
@@ -54,12 +71,13 @@ def written(constraint: Constraint) -> Constraint:
         match constraint.kind:
             case "json_object" | "json_schema":
                 schema = json.loads(str(value)) if value else {"type": "object"}
-                found, options = enforced(schema, constraint.whitespace)
+                found, _ = enforced(schema)
+                options = _with_separators(constraint.whitespace)
                 text = json.dumps({**found, "x-guidance": options})
                 return evolve(constraint, kind="json_schema", value=text, whitespace=None)
             case "structural_tag":
                 tags = json.loads(str(value))
-                grammar = of_lark(lark_of_tags(tags, added_tokens(tags), enforced))
+                grammar = of_lark(lark_of_tags(tags, added_tokens(tags), _for_server))
                 return evolve(constraint, kind="grammar", value=grammar, whitespace=None)
     except ValueError as error:
         problem = f"response_format: {constraint.kind}: {error}"
