@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, cast
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from commutator.contract.conversation import (
     Conversation,
@@ -43,6 +43,7 @@ from commutator_openai.fields import (
     hints_given,
     retention_of,
 )
+from commutator_openai.known_tools import KnownTools, ReadTools, tools_of
 from commutator_openai.load_report import ASKED_BY, note_load
 from commutator_openai.pass_through import PassThrough
 from commutator_openai.requests import (
@@ -71,6 +72,7 @@ class Generations:
 
     strict: bool
     pass_through: PassThrough
+    known_tools: KnownTools = field(factory=KnownTools)
 
     async def chat_completions(self, call: Call) -> None:
         """POST /v1/chat/completions."""
@@ -110,7 +112,7 @@ class Generations:
         async with limit:
             read: tuple[RequestT, tuple[str, ...]]
             try:
-                read = await read_request(call, cls, strict=self.strict)
+                read = await read_request(call, cls, strict=self.strict, known=self.known_tools)
             except RequestError as refused:
                 if await self._answered(call, refused, cls):
                     return
@@ -223,15 +225,20 @@ _SHOWN_PROBLEMS = 8
 _SHOWN_CHARACTERS = 200
 
 
-async def read_request(call: Call, cls: type[T], *, strict: bool) -> tuple[T, tuple[str, ...]]:
+async def read_request(
+    call: Call, cls: type[T], *, strict: bool, known: KnownTools | None = None
+) -> tuple[T, tuple[str, ...]]:
     """The body as ``cls``, and the names of its fields that are ignored.
 
-    With ``strict`` there are none: they are refused. Raises RequestError, ``Failure`` for 408, 413
+    With ``strict`` there are none: they are refused. Tools that are ``known`` are not read again;
+    those of ``ChatRequest`` become so. Raises RequestError, ``Failure`` for 408, 413
     and 415, and OverloadedError.
     """
-    return await read_structured(
-        call, partial(_parse_quickly, cls, strict), partial(_parse_thoroughly, cls, strict)
-    )
+    quickly = partial(_parse_quickly, cls, strict)
+    if known is not None and cls is ChatRequest:
+        structured = partial(_structure_quickly, cls, strict)
+        quickly = partial(known.read, call.principal.name, structured)
+    return await read_structured(call, quickly, partial(_parse_thoroughly, cls, strict))
 
 
 async def as_request(
@@ -428,18 +435,8 @@ def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
 
 
 def _tools(body: ChatRequest | TokenizeRequest) -> list[Tool]:
-    tools = [
-        Tool(
-            name=one.function.name,
-            description=one.function.description or "",
-            parameters=one.function.parameters or {},
-            strict=bool(one.function.strict),
-        )
-        for one in body.tools or ()
-    ]
-    if len({tool.name for tool in tools}) < len(tools):
-        raise RequestError("tools: expected a name of its own for each", "tools")
-    return tools
+    specs = body.tools or ()
+    return specs.tools if isinstance(specs, ReadTools) else tools_of(specs)
 
 
 def _choice(body: ChatRequest, tools: list[Tool]) -> tuple[ToolChoice, list[Tool]]:

@@ -37,14 +37,15 @@ def enforced(schema: Any, whitespace: str | None = None) -> tuple[dict[str, Any]
 def _with_separators(whitespace: str | None) -> dict[str, Any]:
     """Options for servers, whose llguidance may repeat a pattern for white space without end.
 
-    So white space stands beside commas and colons only, and once.
+    So what is asked for stands beside commas and colons only, and once.
     """
-    item, key = ",", ":"
     if whitespace is None:
-        item, key = rf",({_WHITESPACE})", ": ?"
-    elif whitespace:
+        return {}
+    item, key = ",", ":"
+    if whitespace:
         item, key = (f"(?:{whitespace})?{one}(?:{whitespace})?" for one in (item, key))
-    return {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    return {"x-guidance": options}
 
 
 def of_lark(grammar: str) -> str:
@@ -57,7 +58,7 @@ def of_lark(grammar: str) -> str:
 
 
 def _for_server(schema: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return enforced(schema)[0], _with_separators(None)
+    return enforced(schema)[0], {}
 
 
 def written(constraint: Constraint) -> Constraint:
@@ -72,8 +73,7 @@ def written(constraint: Constraint) -> Constraint:
             case "json_object" | "json_schema":
                 schema = json.loads(str(value)) if value else {"type": "object"}
                 found, _ = enforced(schema)
-                options = _with_separators(constraint.whitespace)
-                text = json.dumps({**found, "x-guidance": options})
+                text = json.dumps({**found, **_with_separators(constraint.whitespace)})
                 return evolve(constraint, kind="json_schema", value=text, whitespace=None)
             case "structural_tag":
                 tags = json.loads(str(value))
