@@ -46,15 +46,6 @@ class ApiError(RegistryError):
         """The object is there already, or is another than it was."""
         return self.status == HTTPStatus.CONFLICT
 
-    @property
-    def is_refusal(self) -> bool:
-        """The request was understood, and will be refused the next time, too."""
-        return self.status in (
-            HTTPStatus.BAD_REQUEST,
-            HTTPStatus.FORBIDDEN,
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-        )
-
 
 @frozen(kw_only=True)
 class Listing:
@@ -73,9 +64,9 @@ class Resource:
     selector: str = ""
     """Labels that chosen objects have."""
 
-    def at(self, name: str, subresource: str = "") -> str:
+    def at(self, name: str) -> str:
         """The path of one object."""
-        return "/".join(filter(None, [self.path, quote(name, safe=""), subresource]))
+        return f"{self.path}/{quote(name, safe='')}"
 
 
 def resource(group: str, version: str, plural: str, namespace: str, selector: str = "") -> Resource:
@@ -137,9 +128,9 @@ class ApiClient:
         """Put an object in the place of one that has its ``resourceVersion``; else a conflict."""
         return await self._ask("PUT", resource.at(body["metadata"]["name"]), body)
 
-    async def merge(self, resource: Resource, name: str, body: Json, subresource: str = "") -> Json:
+    async def merge(self, resource: Resource, name: str, body: Json) -> Json:
         """Change some fields of an object."""
-        return await self._ask("PATCH", resource.at(name, subresource), body, content_type=_MERGE)
+        return await self._ask("PATCH", resource.at(name), body, content_type=_MERGE)
 
     async def apply(self, resource: Resource, body: Json) -> Json:
         """Create an object, or set these of its fields (server-side apply)."""
