@@ -15,6 +15,7 @@ import docs_console
 import engines_page
 import findings_page
 import http_page
+import imports_page
 import kit_page
 import logs_page
 import metrics_page
@@ -32,6 +33,7 @@ if __name__ == "__main__":
     engines_page.write()
     findings_page.write()
     http_page.write()
+    imports_page.write()
     kit_page.write()
     logs_page.write()
     metrics_page.write()

@@ -20,3 +20,8 @@ def command_register(register: CommandRegister) -> None:
         "Write a deployment as Kubernetes objects.",
         partial(resolve_name, "commutator_kubernetes_tools.cli:kubernetes"),
     )
+    register(
+        "import",
+        "Write a configuration from another server's deployment.",
+        partial(resolve_name, "commutator_kubernetes_tools.import_cli:import_"),
+    )
