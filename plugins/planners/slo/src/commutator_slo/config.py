@@ -101,6 +101,12 @@ class SloConfig(PlannerConfig):
         "that is longer.",
         180.0,
     )
+    longest_hold_s: Seconds = setting(
+        "The fleet shrinks by more than a third only to the largest need of this many seconds "
+        "where demand came back from such pauses before, or where growing again would make more "
+        "requests late than `targets.attainment` leaves. With at most `hold_s`, neither counts.",
+        3600.0,
+    )
     max_flips_per_hour: NonNegativeInt = setting(
         "Changes of direction, from growing to shrinking or back, in an hour. The fleet shrinks "
         "only if it could grow again within this number.",

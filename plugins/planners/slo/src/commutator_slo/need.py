@@ -96,14 +96,15 @@ def _need(role: Role, demand: Demand, situation: Situation, headroom: float) -> 
     if workers and demand.requests_per_s:
         reason += f", utilisation {work * factor / workers:.2f}"
     limit = situation.targets.ttft_s * performance.prefill_tokens_per_s
-    longest = max(demand.prompt_lengths, default=0)
+    too_long = sum(n for one, n in demand.prompt_lengths.items() if one / _BUCKET > limit)
+    allowed = (1 - situation.targets.attainment) * sum(demand.prompt_lengths.values())
     warning = None
     if role is not Role.PREFILL and situation.targets.itl_s < _one_step_s(performance):
         warning = (
             f"{role}: itl_s {situation.targets.itl_s:g} cannot be reached: a step with one "
             f"request takes {_one_step_s(performance):.4g} s"
         )
-    elif longest / _BUCKET > limit:
+    elif too_long > allowed:
         warning = (
             f"{role}: ttft_s {situation.targets.ttft_s:g} cannot be reached for prompts over "
             f"{math.floor(limit):,} tokens, by any number of workers"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from attrs import evolve, field, frozen
@@ -21,6 +21,7 @@ from commutator.contract.planner import (
     SampleSums,
     Sizing,
     WorkerPhase,
+    length_bucket,
 )
 from commutator.contract.worker import Role
 from commutator.planning import supply, within
@@ -29,6 +30,8 @@ from commutator_slo.growth import Growth, GrowthState
 from commutator_slo.learned import LearnedSpeed
 from commutator_slo.need import Demand, Need, NeedOf, Situation
 from commutator_slo.need import needs as queueing_needs
+from commutator_slo.outliers import FAR, Outliers
+from commutator_slo.returns import Returns, spared
 
 _LEVEL_S = 60.0
 """Demand is averaged over this time."""
@@ -75,7 +78,8 @@ class _Window:
     time_s: float
     span_s: float
     requests: int
-    prompt_tokens: int
+    prompt_tokens: float
+    """Without what of a rare prompt is too long for the target."""
     answer_tokens: float
 
     def work_s(self, performance: EnginePerformance) -> float:
@@ -92,6 +96,8 @@ class RoleState:
     windows: tuple[_Window, ...] = ()
     """Those of the last minute."""
     lengths: Mapping[int, float] = field(factory=dict)
+    outliers: Outliers = Outliers()
+    """Prompts that no number of workers computes near the target."""
     context_tokens: float = 0.0
     """Of ``gaps`` prompts together."""
     gaps: float = 0.0
@@ -99,6 +105,8 @@ class RoleState:
     gaps_squared_s2: float = 0.0
     needs: tuple[tuple[float, int], ...] = ()
     """Cautious needs with their times, each followed by smaller ones only."""
+    returns: Returns = Returns()
+    """When demand fell, and came back."""
     desired: int | None = None
     """Of the last plan."""
     active_s: float | None = None
@@ -130,6 +138,8 @@ class PipelineState:
     """What the reserve does not go below, after it had been too little."""
     missed: float = 0.0
     """The part of the requests that missed a target of late."""
+    spare: float | None = None
+    """The requests that may still miss the targets, by how many did of late; None: not known."""
 
 
 class Pipeline(PlannerPolicy[PipelineState]):
@@ -188,7 +198,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
             for role, notes_of_role in notes.items():
                 roles[role], desired[role] = self._hold(
                     state, role, needs[role], cautious_needs[role], seen.time_s, start_up_s,
-                    situation.supply[role], notes_of_role,
+                    situation, notes_of_role,
                 )  # fmt: skip
             state = evolve(state, roles=roles)
         else:
@@ -243,10 +253,14 @@ class Pipeline(PlannerPolicy[PipelineState]):
         in the long run as many meet the targets as asked, wherever that is within the bounds.
         """
         attained = [one for one in (seen.attained_ttft, seen.attained_itl) if one is not None]
-        if not self._config.adapt or not attained or not seen.arrivals:
-            return state
         missed = min(1.0, sum(1 - one for one in attained))
         allowed = 1 - self._config.targets.attainment
+        requests = max((one.requests for one in (seen.arrivals or {}).values()), default=0)
+        known = missed if attained else None
+        spare = spared(state.spare, requests, known, allowed, seen.window_s)
+        state = evolve(state, spare=spare)
+        if not self._config.adapt or not attained or not seen.arrivals:
+            return state
         weight_s = seen.window_s * self._weight(state, seen)
         of_late = state.missed + (missed - state.missed) * min(1.0, weight_s / _MISSES_S)
         floor = max(_LEAST_RESERVE, state.floor - seen.window_s / _FLOOR_S)
@@ -278,15 +292,22 @@ class Pipeline(PlannerPolicy[PipelineState]):
         if self._config.learn:
             measured = seen.measured.get(role, {})
             speed = speed.learn(measured, seen.time_s, seen.window_s)
+        longest = self._longest(speed.performance)
+        outliers = one.outliers.after(
+            seen.time_s, arrived.prompt_lengths, arrived.prompt_tokens, longest
+        )
+        prompt_tokens = arrived.prompt_tokens - outliers.excess(longest)
         oldest_s = seen.time_s - _LEVEL_S - 1e-3
         windows = (
             *(window for window in one.windows if window.time_s - window.span_s >= oldest_s),
-            _Window(seen.time_s, seen.window_s, arrived.requests, arrived.prompt_tokens, answers),
+            _Window(seen.time_s, seen.window_s, arrived.requests, prompt_tokens, answers),
         )
         forecast, span_s = one.forecast, sum(window.span_s for window in windows)
         # The level of less time varies too much by chance.
         if self._growth is not None and span_s >= _LEVEL_S / 2:
             level = sum(window.work_s(speed.performance) for window in windows) / span_s
+            excess = outliers.excess_per_s(longest)
+            level += speed.performance.work_s(excess, 0.0)
             forecast = self._growth.update(forecast, seen.time_s, level, self._lead_s(state))
         kept = math.exp(-seen.window_s / _SHAPE_S)
         lengths = {
@@ -298,6 +319,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
             one,
             speed=speed,
             windows=windows,
+            outliers=outliers,
             lengths=dict(sorted(lengths.items())),
             context_tokens=one.context_tokens * kept + arrived.context_tokens,
             gaps=one.gaps * kept + arrived.requests,
@@ -305,6 +327,10 @@ class Pipeline(PlannerPolicy[PipelineState]):
             gaps_squared_s2=one.gaps_squared_s2 * kept + arrived.gaps_squared_s2,
             forecast=forecast,
         )
+
+    def _longest(self, performance: EnginePerformance) -> float:
+        """Tokens of the longest prompt that a worker computes within the target."""
+        return self._config.targets.ttft_s * performance.prefill_tokens_per_s
 
     def _start_up_s(self, state: PipelineState) -> float:
         """The time in which most workers become ready."""
@@ -329,14 +355,17 @@ class Pipeline(PlannerPolicy[PipelineState]):
         demands = {}
         for role, one in state.roles.items():
             growth = 1.0 if self._growth is None else self._growth.growth(one.forecast)
+            speed = one.speed.performance
             demands[role] = Demand(
                 requests_per_s=self._rate_per_s(role, one, state.output_tokens),
-                prompt_lengths=one.lengths,
+                prompt_lengths=self._usual_lengths(one),
                 context_tokens=one.context_tokens / one.gaps if one.gaps else 0.0,
                 output_tokens=0.0 if role is Role.PREFILL else state.output_tokens,
                 gap_variation=_gap_variation(one),
                 growth=self._reserved(state, growth),
-                backlog_tokens=backlog[role],
+                backlog_tokens=one.outliers.backlog(
+                    backlog[role], seen.time_s, speed.prefill_tokens_per_s, lead_s
+                ),
             )
         return Situation(
             targets=self._config.targets,
@@ -357,6 +386,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
             needed = self._needs(situation)
             cautious = self._needs(self._cautiously(state, situation))
             warnings += [one.warning for one in needed.values() if one.warning]
+            warnings += self._outliers_of(state)
             return (
                 {role: needed[role] for role in situation.demands},
                 {role: cautious[role] for role in situation.demands},
@@ -372,6 +402,30 @@ class Pipeline(PlannerPolicy[PipelineState]):
             return min(growth, 1.0) * math.exp(_BELOW * state.reserve)
         return growth**state.reserve if growth > 1 else growth
 
+    def _outliers_of(self, state: PipelineState) -> Iterator[str]:
+        """Warnings, of the plan after which such a prompt came only."""
+        for role, one in state.roles.items():
+            performance = one.speed.performance
+            longest = self._longest(performance)
+            excess = one.outliers.excess(longest)
+            if excess:
+                yield (
+                    f"{role}: ttft_s {self._config.targets.ttft_s:g} cannot be reached for prompts "
+                    f"over {math.floor(longest):,} tokens, by any number of workers: one came, and "
+                    "none is started for it"
+                )
+
+    def _usual_lengths(self, one: RoleState) -> Mapping[int, float]:
+        """The lengths of prompts; rare outliers count as long as the target allows."""
+        if not one.outliers.rare:
+            return one.lengths
+        longest = self._longest(one.speed.performance)
+        lengths: dict[int, float] = {}
+        for tokens, weight in one.lengths.items():
+            counted = length_bucket(math.floor(longest)) if tokens > FAR * longest else tokens
+            lengths[counted] = lengths.get(counted, 0.0) + weight
+        return lengths
+
     def _rate_per_s(self, role: Role, one: RoleState, output_tokens: float) -> float:
         """The work of the last minute, in requests of the usual lengths."""
         span_s = sum(window.span_s for window in one.windows)
@@ -379,14 +433,16 @@ class Pipeline(PlannerPolicy[PipelineState]):
         if not requests:
             return 0.0
         answers = 0.0 if role is Role.PREFILL else output_tokens
-        total = sum(one.lengths.values())
-        usual = sum(tokens * weight for tokens, weight in one.lengths.items())
+        lengths = self._usual_lengths(one)
+        total = sum(lengths.values())
+        usual = sum(tokens * weight for tokens, weight in lengths.items())
         performance = one.speed.performance
         usual_s = performance.work_s(usual / total if total else 0.0, answers)
         if not usual_s:
             return requests / span_s
-        work_s = sum(window.work_s(performance) for window in one.windows)
-        return work_s / span_s / usual_s
+        work = sum(window.work_s(performance) for window in one.windows) / span_s
+        excess = one.outliers.excess_per_s(self._longest(performance))
+        return (work + performance.work_s(excess, 0.0)) / usual_s
 
     def _cautiously(self, state: PipelineState, situation: Situation) -> Situation:
         """The same with as much more demand as the arrivals that were counted vary by chance."""
@@ -434,7 +490,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
         cautious: int,
         now_s: float,
         start_up_s: float,
-        supply: int,
+        situation: Situation,
         notes: list[str],
     ) -> tuple[RoleState, int]:
         """The workers of a role: at once as many as needed, fewer only after some time."""
@@ -450,27 +506,40 @@ class Pipeline(PlannerPolicy[PipelineState]):
             needs=tuple(needs),
             flips=tuple(time_s for time_s in one.flips if time_s > now_s - _HOUR_S),
         )
-        current = supply if one.desired is None else one.desired
+        if not one.outliers.disturb(now_s, one.speed.performance.prefill_tokens_per_s):
+            rate_per_s = situation.demands[role].requests_per_s
+            returns = one.returns.after(
+                now_s, need, rate_per_s, window_s, self._config.longest_hold_s
+            )
+            one = evolve(one, returns=returns)
+        current = situation.supply[role] if one.desired is None else one.desired
         if need >= current:
             return _changed(one, current, need, now_s), need
         lowest = needs[0][1]
-        residual = one.speed.residual
+        why: str | None
         if state.begun_s is None or now_s - state.begun_s < window_s:
-            notes.append(f"held at {current}: less than {window_s:.0f} s of demand are known")
-        elif residual is not None and residual > _MOST_RESIDUAL:
-            notes.append(
-                f"held at {current}: measured times are {residual:.0%} from what is known of a "
-                "worker's speed"
-            )
+            why = f"less than {window_s:.0f} s of demand are known"
         elif lowest >= current:
-            notes.append(f"held at {current}: needed in the last {window_s:.0f} s")
-        elif one.growing and len(one.flips) + _FLIPS_BACK > self._config.max_flips_per_hour:
-            notes.append(f"held at {current}: {len(one.flips)} changes of direction in an hour")
+            why = f"needed in the last {window_s:.0f} s"
         else:
-            if lowest > need:
-                notes.append(f"{lowest} were needed in the last {window_s:.0f} s")
-            return _changed(one, current, lowest, now_s), lowest
-        return one, current
+            why = self._held(state, one, lowest, situation.lead_s)
+        if why is not None:
+            notes.append(f"held at {current}: {why}")
+            return one, current
+        if lowest > need:
+            notes.append(f"{lowest} were needed in the last {window_s:.0f} s")
+        return _changed(one, current, lowest, now_s), lowest
+
+    def _held(self, state: PipelineState, one: RoleState, lowest: int, lead_s: float) -> str | None:
+        """Why the role must not shrink to what was needed of late; None: it may."""
+        residual = one.speed.residual
+        if residual is not None and residual > _MOST_RESIDUAL:
+            return f"measured times are {residual:.0%} from what is known of a worker's speed"
+        if (why := one.returns.held(lowest, lead_s, state.spare)) is not None:
+            return why
+        if one.growing and len(one.flips) + _FLIPS_BACK > self._config.max_flips_per_hour:
+            return f"{len(one.flips)} changes of direction in an hour"
+        return None
 
     def _sized(
         self,
