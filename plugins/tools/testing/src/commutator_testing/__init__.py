@@ -3,10 +3,10 @@
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`, `EventBusContract`,
 `ObserverContract`, `OperationsContract`, `CommandContract`, `AuthenticatorContract`,
-`LimiterContract`, `PlannerContract`, `ProtocolContract`), supply a factory or fixture, and run
-pytest. Suites set their own pytest marks, so they need no configuration. Each name is imported at
-its first use: the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs
-NIXL.
+`LimiterContract`, `PlannerContract`, `ProtocolContract`, `TrafficContract`), supply a factory or
+fixture, and run pytest. Suites set their own pytest marks, so they need no configuration. Each name
+is imported at its first use: the suites need pytest, pytest-asyncio and hypothesis, and
+`TierContract` also needs NIXL.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from commutator_testing.registries import RegistryContract
     from commutator_testing.routers import RouterContract, make_candidate
     from commutator_testing.tiers import TierContract
+    from commutator_testing.traffic import TrafficContract
 
 __all__ = [
     "AuthenticatorContract",
@@ -52,6 +53,7 @@ __all__ = [
     "RegistryContract",
     "RouterContract",
     "TierContract",
+    "TrafficContract",
     "collect",
     "make_candidate",
     "make_request",
