@@ -15,6 +15,7 @@
 # make test-clients   clients of PyPI and npm, untouched, likewise: the table docs/reference/clients.md
 # make fuzz     10,000 senseless cases for every socket
 # make soak     an hour of clients of every kind; memory must stay flat
+# make helm     install helm and kubectl for the tests of charts, which are skipped without
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
 # make pictures take the pictures of the docs from a running deployment
 # make test-cluster   faults of hosts, networks, etcd, NATS and Ray, and simulated schedules of them; needs root
@@ -45,7 +46,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -102,6 +103,9 @@ test-sglang: $(VENV)/.test sglang
 
 test-mixed: $(VENV)/.test vllm sglang
 	$(BIN)/pytest -m "vllm and sglang"
+
+helm: $(VENV)/.base
+	$(BIN)/python scripts/install_helm.py
 
 browser: $(VENV)/.base
 	$(BIN)/python scripts/install_browser.py

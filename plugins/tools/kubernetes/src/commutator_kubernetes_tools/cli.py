@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,13 +165,31 @@ def _models(_context: click.Context, option: click.Parameter, value: str | None)
     help="Let only these pods reach workers.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a List as JSON instead of YAML.")
-def render(sources: Sources, images: dict[str, str], as_json: bool, **options: Any) -> None:
+@click.option(
+    "--kustomize", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+    help="Write a base of Kustomize instead.",
+)  # fmt: skip
+@click.option(
+    "--helm", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+    help="Write a chart of Helm instead: images, replicas, node selectors and tolerations are "
+    "values.",
+)  # fmt: skip
+def render(
+    sources: Sources,
+    images: dict[str, str],
+    as_json: bool,
+    kustomize: Path | None,
+    helm: Path | None,
+    **options: Any,
+) -> None:
     """Print the Kubernetes objects of the deployment that FILE describes.
 
     No operator and no cluster is needed, and equal files give equal objects. With a registry that
     hosts share, front doors and each engine have pods of their own; otherwise one pod runs all.
     What cannot be expressed is refused. Secrets are named, never written.
     """
+    from commutator import __version__
+    from commutator_kubernetes_tools.layouts import helm_chart, kustomize_base
     from commutator_kubernetes_tools.objects import objects_of
     from commutator_kubernetes_tools.output import as_json_list, as_yaml
     from commutator_kubernetes_tools.plan import Options, plan_of
@@ -179,7 +198,27 @@ def render(sources: Sources, images: dict[str, str], as_json: bool, **options: A
     for note in plan.notes:
         click.secho(f"note: {note}", fg="yellow", err=True)
     objects = objects_of(plan)
-    click.echo(as_json_list(objects) if as_json else as_yaml(objects), nl=False)
+    if kustomize is not None:
+        _write(kustomize, kustomize_base(objects))
+    if helm is not None:
+        _write(helm, helm_chart(plan, objects, __version__))
+    if kustomize is None and helm is None:
+        click.echo(as_json_list(objects) if as_json else as_yaml(objects), nl=False)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write ``files``. Refuses a folder that has others: they would be applied, too."""
+    from commutator.errors import ConfigError
+
+    others = {str(one.relative_to(folder)) for one in folder.rglob("*.yaml")} - files.keys()
+    if others:
+        problem = f"it has files that are not of this deployment, such as {min(others)}"
+        raise ConfigError([f"{problem}; remove them, or name a new folder"], str(folder))
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    click.echo(f"Wrote {len(files)} files into {folder}.")
 
 
 @kubernetes.command(epilog="Example: commutator kubernetes fetch /etc/commutator/commutator.yaml")
