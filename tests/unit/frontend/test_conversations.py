@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -106,6 +107,24 @@ def test_pictures_are_refused() -> None:
 def test_a_tool_without_parameters_takes_an_empty_object() -> None:
     (tool,) = template_tools(TOOLS)
     assert tool["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    "filtered",
+    ["tojson", "tojson(indent=0)", "tojson(ensure_ascii=True)", "tojson(sort_keys=True)"],
+)
+@pytest.mark.parametrize("what", ["tool", "tool.function", "tool.function.parameters"])
+def test_tools_are_written_the_same_each_time(filtered: str, what: str) -> None:
+    schema = {"type": "object", "properties": {"é": {"enum": [1, None, "<a>"]}}}
+    tools = template_tools([Tool(name="z", description="é", parameters=schema)])
+    template = ChatTemplate(
+        f"{{% for tool in tools %}}{{{{ {what} | {filtered} }}}}{{% endfor %}}", {}
+    )
+    plain = json.loads(json.dumps(tools))
+    expected, first, again = (
+        template.render([], variables={"tools": one}) for one in (plain, tools, tools)
+    )
+    assert first == again == expected
 
 
 @pytest.mark.parametrize(

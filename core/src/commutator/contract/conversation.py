@@ -7,6 +7,7 @@ holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from attrs import define, field, frozen
@@ -15,6 +16,7 @@ from commutator.contract.request import Constraint, KvRetention
 
 __all__ = [
     "Conversation",
+    "Described",
     "Generate",
     "Media",
     "Message",
@@ -104,6 +106,14 @@ class Message:
     """How long to retain the KV blocks of the prompt up to the end of this message."""
 
 
+class Described(dict[str, Any]):
+    """What templates write as JSON, again and again. It never changes."""
+
+    __slots__ = ("as_json",)
+    as_json: str
+    """Once it has been written."""
+
+
 @frozen(kw_only=True)
 class Tool:
     """A function that the model may call."""
@@ -116,6 +126,16 @@ class Tool:
     """JSON Schema of the arguments."""
     strict: bool = False
     """Whether the arguments must follow the schema."""
+
+    @cached_property
+    def described(self) -> Described:
+        """As templates know it, which is OpenAI's way."""
+        function = Described(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters or {"type": "object", "properties": {}},
+        )
+        return Described(type="function", function=function)
 
 
 @frozen(kw_only=True)

@@ -25,6 +25,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from commutator.contract.conversation import Described
 from commutator.errors import ConfigError, RequestError
 from commutator.tokenizer.control_tokens import ControlTokens, RenderedPrompt
 from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
@@ -64,6 +65,10 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
     """As templates know it from transformers; what a filter yields is a list."""
+    if type(value) is Described and not (ensure_ascii or options) and indent is None:
+        if not hasattr(value, "as_json"):
+            value.as_json = json.dumps(value, ensure_ascii=False, default=list)
+        return value.as_json
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list, **options)
 
 

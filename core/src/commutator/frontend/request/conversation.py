@@ -7,6 +7,7 @@ from typing import Any
 
 from commutator.contract.conversation import (
     Conversation,
+    Described,
     Media,
     Message,
     Part,
@@ -83,19 +84,9 @@ def check_tools(
         )
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as templates know them, which is OpenAI's way."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools
-    ]
+def template_tools(tools: Sequence[Tool]) -> list[Described]:
+    """The tools as templates know them."""
+    return [tool.described for tool in tools]
 
 
 def messages_of(
