@@ -27,6 +27,8 @@ _TOKEN_S = 60.0
 _LONGEST_EVENT = 16 << 20
 """Bytes of one event of a watch."""
 _SHORTEST_WAIT_S = 0.05
+_CLOSE_S = 0.05
+"""Connections with TLS are not closed at once; the loop must turn some more."""
 _MERGE, _APPLY = "application/merge-patch+json", "application/apply-patch+yaml"
 _FIELD_MANAGER = "commutator"
 
@@ -195,6 +197,7 @@ class ApiClient:
     async def close(self) -> None:
         """Disconnect. Idempotent."""
         await self._session.close()
+        await asyncio.sleep(_CLOSE_S)
 
     async def _ask(
         self,

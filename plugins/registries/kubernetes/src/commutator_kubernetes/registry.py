@@ -364,6 +364,8 @@ class KubernetesRegistry(KubernetesDocuments):
         metadata = {"name": name, "labels": self._places.labels, **owners}
         if stored is not None:
             metadata["resourceVersion"] = version_of(stored)
+        # Old API servers take an empty text for none at all, which their schemas refuse.
+        shown = {field: said for field, said in shown.items() if said}
         return {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "CommutatorMember",
