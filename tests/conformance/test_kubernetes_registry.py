@@ -135,6 +135,20 @@ async def test_a_server_that_was_away_removes_nobody_when_it_is_back(tmp_path: P
         assert await one.keep_alive(new)
 
 
+async def test_who_waits_for_an_answer_keeps_its_lease(tmp_path: Path) -> None:
+    """Also where a call may take longer than the lease lasts."""
+    async with (
+        FakeKubernetes() as api,
+        opened(api, tmp_path, lease_s=0.3, call_timeout_s=0.8) as registry,
+    ):
+        lease = await registry.register(make_worker("a-0"), 0.3)
+        api.stop()
+        with pytest.raises(RegistryError):
+            await registry.keep_alive(lease)
+        api.go_on()
+        assert await registry.keep_alive(lease)
+
+
 async def test_a_delete_that_no_watch_told_of_is_found(tmp_path: Path) -> None:
     async with FakeKubernetes() as api, opened(api, tmp_path) as registry:
         await registry.register(make_worker("stays"), 60.0)

@@ -187,15 +187,23 @@ class KubernetesRegistry(KubernetesDocuments):
         held = self._held.get(lease_id)
         if held is None:
             return False
-        self._held[lease_id] = held = evolve(held, kept_s=self._clock())
-        await self._renew(held.began_s)
-        if self._clock() - held.looked_s >= self._lease_s:
-            await self._look(lease_id)
+        # Who waits for an answer that does not come has not given up.
+        self._held[lease_id] = evolve(held, kept_s=inf)
+        try:
+            await self._renew(held.began_s)
+            if self._clock() - held.looked_s >= self._lease_s:
+                await self._look(lease_id)
+        finally:
+            if (current := self._held.get(lease_id)) is not None:
+                self._held[lease_id] = evolve(current, kept_s=self._clock())
+                self._more.set()
         return lease_id in self._held
 
     async def _look(self, lease_id: int) -> None:
         """Give up a worker whose object is gone or another's."""
-        held, looked_s = self._held[lease_id], self._clock()
+        if (held := self._held.get(lease_id)) is None:
+            return
+        looked_s = self._clock()
         name = self._places.name("worker", held.record.worker_id)
         stored = await self._client.get(self._places.members, name)
         entry = None if stored is None else self._decoded(stored)
