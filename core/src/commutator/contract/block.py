@@ -180,6 +180,10 @@ class BlockDescriptor:
     """Its retention and its position in the chain."""
     adapter: str | None = None
     """The adapter that computed it; None: the model itself."""
+    stands_beside: BlockKey | None = None
+    """Of a window or state: the block of the same tokens in the group that routers follow."""
+    group: int = 0
+    """The number of its group of layers."""
 
 
 def retention_hints(
@@ -284,7 +288,13 @@ class BlockStored:
     group: int | None = None
     """The group of layers that holds them, in models with several kinds of attention; else None."""
     keeps_prefix: bool = True
-    """False for layers that need only a window of the prompt, or a state computed from it."""
+    """False for layers that need only a window of the prompt, or a state computed from it. Their
+    blocks have the names of those of the same tokens in a group that keeps prefixes; they need no
+    tokens. An event without blocks says of which kind its group is."""
+    window: int = 0
+    """Tokens of the window or chunk; 0: the layers keep a state, or whole prefixes."""
+    chunked: bool = False
+    """Whether a token sees those of its own chunk, not of a window that ends with it."""
 
 
 @frozen(kw_only=True)

@@ -41,6 +41,7 @@ _STORED_FIELDS = (
 _REMOVED_FIELDS = ("block_hashes", "medium")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """vLLM's kinds of layers that keep the KV of every token."""
+_CHUNKED = "chunked_local_attention"
 
 _HASH_TYPES = frozenset({int, bytes})
 _MOST_RANKS = 1024
@@ -93,13 +94,17 @@ def _to_map(event: KvEvent) -> dict[str, Any]:
                 stored["lora_name"] = event.adapter
             if event.cache_salt is not None:
                 stored["cache_salt"] = event.cache_salt
+            if event.group is not None:
+                windowed = _CHUNKED if event.chunked else "sliding_window"
+                other = windowed if event.window else "mamba"
+                stored["group_idx"] = event.group
+                stored["kv_cache_spec_kind"] = "full_attention" if event.keeps_prefix else other
+                stored["kv_cache_spec_sliding_window"] = event.window or None
             return stored
         case BlockRemoved():
-            return {
-                "type": "BlockRemoved",
-                "block_hashes": event.block_hashes,
-                "medium": event.medium,
-            }
+            gone = {"block_hashes": event.block_hashes, "medium": event.medium}
+            named = {} if event.group is None else {"group_idx": event.group}
+            return {"type": "BlockRemoved", **gone, **named}
         case BlocksCleared():
             return {"type": "AllBlocksCleared"}
 
@@ -118,6 +123,8 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
                 cache_salt=_salt(fields),
                 group=_integer(fields.get("group_idx")),
                 keeps_prefix=fields.get("kv_cache_spec_kind") in _WHOLE_PREFIX,
+                window=max(0, _integer(fields.get("kv_cache_spec_sliding_window")) or 0),
+                chunked=fields.get("kv_cache_spec_kind") == _CHUNKED,
             )
         case "BlockRemoved":
             return BlockRemoved(

@@ -267,9 +267,9 @@ class EventHealth:
         if blocks := sum(rank.counters.other_groups for rank in ranks):
             yield self._warning(
                 Cause.OTHER_GROUPS,
-                "has layers of several kinds, of which those that keep whole prefixes are "
-                f"followed; {blocks} blocks of the others (windows, states) are not, so it may "
-                "find less of a prefix than the router counts on",
+                "has several groups of layers that keep whole prefixes, of which the first is "
+                f"followed; {blocks} blocks of the others are not, so it may find less of a prefix "
+                "than the router counts on",
             )
 
     def _loss_problems(

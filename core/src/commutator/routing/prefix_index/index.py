@@ -20,12 +20,18 @@ from commutator.contract.block import (
 )
 from commutator.contract.routing import Overlap, WorkerRank, on_device
 from commutator.routing.prefix_index.hashing import chain_hashes, hash_root, local_block_hashes
-from commutator.routing.prefix_index.prefix_map import PrefixMap, PrefixMatch, slots_of
+from commutator.routing.prefix_index.prefix_map import (
+    LayerGroup,
+    PrefixMap,
+    PrefixMatch,
+    slots_of,
+)
 
 _MAX_MEMBER_SETS = 1024
 _MOST_BLOCK_TOKENS = 1 << 14
 _MOST_BLOCK_SIZES = 16
 _MOST_UNKNOWN_MEDIA = 16
+_MOST_GROUPS = 64
 _MEDIUM_CHARS = 64
 _SLICE_BLOCKS = 2048
 """Blocks that one slice of a removal takes out: about a millisecond."""
@@ -137,7 +143,7 @@ class RankCounters:
     unusable: int = 0
     """Stored with a block size that is no multiple of ours."""
     other_groups: int = 0
-    """Stored by layers that are not followed."""
+    """Stored by layers that keep whole prefixes and are not followed."""
 
 
 @frozen
@@ -154,6 +160,8 @@ class RankSnapshot:
     orphans: list[tuple[EngineBlockHash, EngineBlockHash, int, list[CacheLevel]]]
     """Block hash, parent, local hash and cache levels of each, oldest first."""
     orphans_dropped: int = 0
+    others: list[tuple[int, int, bool, int, dict[EngineBlockHash, int]]] = field(factory=list)
+    """Groups with windows or states: number, window, whether chunked, block size, blocks held."""
 
 
 @define(eq=False)
@@ -176,6 +184,10 @@ class RankBlocks:
     """The group of layers that is followed: the first one that keeps whole prefixes."""
     unknown_media: set[str] = field(factory=set)
     """Media of its events that are no known cache level; counted as external."""
+    others: dict[int, tuple[LayerGroup, RankBlocks]] = field(factory=dict)
+    """Groups with windows or states, by number: blocks on the device, by the followed names."""
+    waiting: dict[EngineBlockHash, None] = field(factory=dict)
+    """Of such a group: what was stored before the followed group's block of the same name."""
     _names: Counter[tuple[CacheLevel, int]] = field(factory=Counter)
     """Further hashes of a block: engines may hash equal tokens differently."""
 
@@ -285,6 +297,21 @@ class RankBlocks:
                 self.counters.adopted += 1
                 parents.append(key)
 
+    def store_beside(self, followed: RankBlocks, names: Sequence[int | bytes], parts: int) -> None:
+        """Store blocks of a window or state on the device, each of ``parts`` of ours."""
+        for key in _parts(names, parts):
+            if (known := followed.hash_of(key)) is not None:
+                self._hold(CacheLevel.DEVICE, (key,), (known,))
+            elif len(self.waiting) < followed.orphans.limit:
+                self.waiting[key] = None
+
+    def remove_beside(self, names: Sequence[int | bytes], parts: int) -> None:
+        """The opposite of ``store_beside``."""
+        keys = _parts(names, parts)
+        for key in keys:
+            self.waiting.pop(key, None)
+        self.remove(CacheLevel.DEVICE, keys)
+
     def remove(self, tier: CacheLevel, keys: Iterable[EngineBlockHash]) -> None:
         """Remove blocks from ``tier``; blocks that were not there are only counted."""
         held = self.held[tier]
@@ -309,6 +336,9 @@ class RankBlocks:
     def clearing(self) -> Iterator[None]:
         """``clear`` in slices, one for each step of the iterator. No event may come meanwhile."""
         self.orphans.clear()
+        self.waiting.clear()
+        for _, other in self.others.values():
+            yield from other.clearing()
         for tier in CacheLevel:
             held = self.held[tier]
             while held:
@@ -330,6 +360,11 @@ class RankBlocks:
                 for key, orphan in self.orphans
             ],
             orphans_dropped=self.orphans.dropped,
+            others=[
+                (number, group.window, group.chunked, group.step * self.block_size, dict(held))
+                for number, (group, other) in self.others.items()
+                for held in other.held[:1]
+            ],
         )
 
     def restore(self, state: RankSnapshot) -> None:
@@ -349,6 +384,11 @@ class RankBlocks:
         self, tier: CacheLevel, keys: Sequence[EngineBlockHash], hashes: Sequence[int]
     ) -> None:
         held = self.held[tier]
+        for _, other in self.others.values():
+            for key, sequence_hash in zip(keys, hashes, strict=True) if other.waiting else ():
+                if key in other.waiting:
+                    del other.waiting[key]
+                    other.hold(CacheLevel.DEVICE, (key,), (sequence_hash,))
         if held.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             held.update(zip(keys, hashes, strict=True))
             self._enter(tier, hashes)
@@ -388,8 +428,9 @@ class PrefixIndex:
     Events may arrive in any order. Blocks are identified by their tokens; an engine's own hashes
     only distinguish its blocks. An engine's block may be a multiple of ours; blocks of other sizes
     are counted as unusable and not indexed. For models with several kinds of attention, the layers
-    that keep whole prefixes are followed. Memory grows with the blocks that engines hold, plus at
-    most ``max_orphans`` blocks for each rank.
+    that keep whole prefixes are followed; a prefix counts as far as those with windows or states
+    can go on after it. Memory grows with the blocks that engines hold, plus at most ``max_orphans``
+    blocks for each rank and group.
     """
 
     def __init__(self, block_size: int, *, max_orphans: int = 8192) -> None:
@@ -402,6 +443,8 @@ class PrefixIndex:
         """Slots without a rank and without blocks, as a heap."""
         self._by_worker: dict[str, dict[int, int]] = {}
         """The slot of each rank of each worker."""
+        self._groups: dict[tuple[int, int, bool, int], LayerGroup] = {}
+        """Layers with windows or states: by group, window, whether chunked, and block size."""
         self._members: dict[int, tuple[WorkerRank, ...]] = {}
         self.layout = 0
         """Changes whenever a slot is taken from its rank."""
@@ -417,6 +460,10 @@ class PrefixIndex:
         match event:
             case BlockStored():
                 self._stored(blocks, event)
+            case BlockRemoved() if event.group is not None and event.group in blocks.others:
+                if _tier(blocks, event.medium) is CacheLevel.DEVICE:
+                    group, other = blocks.others[event.group]
+                    other.remove_beside(event.block_hashes, group.step)
             case BlockRemoved() if _is_followed(blocks, event.group):
                 tier = _tier(blocks, event.medium)
                 blocks.remove(tier, blocks.keys_of(event.block_hashes, tier))
@@ -448,11 +495,11 @@ class PrefixIndex:
 
     def find(self, sequence_hashes: Sequence[int]) -> PrefixMatch:
         """The overlap of each slot with a prompt; see ``slot_of``."""
-        return self._map.match(sequence_hashes)
+        return self._map.match(sequence_hashes, self._groups.values())
 
     def match(self, sequence_hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
         """The overlap of each rank with a prompt; ranks without overlap are left out."""
-        found = self._map.match(sequence_hashes)
+        found = self.find(sequence_hashes)
         result: dict[WorkerRank, Overlap] = {}
         for slots, blocks in found.ended():
             result |= dict.fromkeys(self._members_of(slots), on_device(blocks))
@@ -516,6 +563,8 @@ class PrefixIndex:
         for slot, blocks in gone:
             if blocks is not None:
                 yield from blocks.clearing()
+                for group, _ in blocks.others.values():
+                    group.slots &= ~(1 << slot)
             # Only now: until its blocks are gone, the slot's bit is set in their holders.
             heapq.heappush(self._free, slot)
 
@@ -545,9 +594,40 @@ class PrefixIndex:
         """Replace the blocks of a worker by those of an index of the same block size."""
         self.remove_worker(worker_id)
         for state in ranks:
-            self._rank(WorkerRank(worker_id, state.rank)).restore(state)
+            blocks = self._rank(WorkerRank(worker_id, state.rank))
+            blocks.restore(state)
+            for number, window, chunked, size, held in state.others:
+                if (other := self._enter_group(blocks, number, window, chunked, size)) is not None:
+                    other[1].hold(CacheLevel.DEVICE, tuple(held), tuple(held.values()))
+
+    def _enter_group(
+        self, blocks: RankBlocks, number: int, window: int, chunked: bool, size: int
+    ) -> tuple[LayerGroup, RankBlocks] | None:
+        """A group of a rank with windows or states; None where it cannot be followed."""
+        step, rest = divmod(size, self.block_size)
+        if rest or not step or len(blocks.others) >= _MOST_GROUPS:
+            return None
+        if blocks.group == number:  # taken for one that keeps prefixes, before its kind was known
+            blocks.clear()
+            blocks.group = None
+        group = self._groups.setdefault(
+            (number, window, chunked, step),
+            LayerGroup(window, chunked, self.block_size, step, PrefixMap()),
+        )
+        group.slots |= 1 << blocks.slot
+        other = RankBlocks(blocks.slot, self.block_size, group.map, Orphans(0))
+        blocks.others[number] = group, other
+        return group, other
 
     def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
+        if event.group is not None and (not event.keeps_prefix or event.group in blocks.others):
+            found = blocks.others.get(event.group) or self._enter_group(
+                blocks, event.group, event.window, event.chunked, event.block_size
+            )
+            if found is not None and _tier(blocks, event.medium) is CacheLevel.DEVICE:
+                group, other = found
+                other.store_beside(blocks, event.block_hashes, group.step)
+            return
         if not event.keeps_prefix or not _is_followed(blocks, event.group):
             blocks.counters.other_groups += len(event.block_hashes)
             return

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from operator import and_, attrgetter, itemgetter
+from operator import and_, attrgetter, itemgetter, or_
 from weakref import WeakValueDictionary
+
+from attrs import define
 
 from commutator.contract.block import CacheLevel
 from commutator.contract.routing import Overlap, on_device
@@ -188,8 +190,11 @@ class PrefixMap:
             found = self._sets[masks] = Holders(masks)
         return found
 
-    def match(self, hashes: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of ``hashes`` that each slot holds without a gap."""
+    def match(self, hashes: Sequence[int], groups: Collection[LayerGroup] = ()) -> PrefixMatch:
+        """The longest prefix of ``hashes`` that each slot holds without a gap.
+
+        On slots with ``groups``, the longest one after which each of these can go on.
+        """
         found = self._known_prefix(hashes)
         if not found:
             return NOTHING_HELD
@@ -197,8 +202,12 @@ class PrefixMap:
         lower = self.has_lower and any(map(_lower_of, found))
         reach: list[int]
         depths: Sequence[int]
+        if groups:
+            held = list(accumulate(map(_all_of, found), and_))
+            reach = usable(held, groups, hashes, list(map(_lower_of, found)))
+            depths = range(1, len(found) + 1)
         # ``count`` is slow where sets differ; comparing the last one first avoids it.
-        if last is first and found.count(first) == len(found):
+        elif last is first and found.count(first) == len(found):
             reach, depths = [first.all], (len(found),)
         elif not lower and found[len(found) // 2] is found[len(found) // 2 - 1]:
             # Neighbours have equal sets, as where there are fewer workers than blocks.
@@ -208,6 +217,8 @@ class PrefixMap:
         if not reach[-1]:
             del reach[bisect_left(reach, True, key=lambda slots: not slots) :]
             depths = depths[: len(reach)]
+        if not reach:
+            return NOTHING_HELD
         if not lower:
             return PrefixMatch(reach, depths)
         return PrefixMatch(reach, depths, _lower_blocks(found, reach, depths[-1]))
@@ -229,6 +240,63 @@ class PrefixMap:
         except KeyError:  # a block in the middle is missing
             found = tuple(iter(map(known.get, hashes).__next__, None))
         return found
+
+
+@define(eq=False)
+class LayerGroup:
+    """Layers that need no whole prefix, but a window, a chunk or a state, on some slots."""
+
+    window: int
+    """Tokens of the window or chunk; 0: a state."""
+    chunked: bool
+    block_size: int
+    """Tokens in one of our blocks."""
+    step: int
+    """Our blocks in one of the engine's, at whose ends alone a prompt is resumed."""
+    map: PrefixMap
+    """Which of their blocks slots hold."""
+    slots: int = 0
+    """The slots with such layers, as a bit mask."""
+
+    def serving(self, held: Sequence[int]) -> list[int]:
+        """The slots that can go on after each block, from those that hold each block."""
+        size, window = self.block_size, self.window
+        if self.chunked and window:
+            found, run = [], -1
+            for blocks, mask in enumerate(held, 1):
+                first = blocks * size // window * window // size
+                run = -1 if first == blocks else mask if first == blocks - 1 else run & mask
+                found.append(run)
+            return found
+        count = -(-(window - 1) // size) if window else 1
+        if not count:
+            return [-1] * len(held)
+        # The last ``count`` blocks are the end of one part, and the start of the next.
+        parts = [held[at : at + count] for at in range(0, len(held), count)]
+        heads = [mask for part in parts for mask in accumulate(part, and_)]
+        tails = [mask for part in parts for mask in [*accumulate(part[::-1], and_)][::-1]]
+        return [
+            mask if at < count else mask & tails[at - count + 1] for at, mask in enumerate(heads)
+        ]
+
+
+def usable(
+    reach: Sequence[int], groups: Iterable[LayerGroup], hashes: Sequence[int], lower: Sequence[int]
+) -> list[int]:
+    """The slots that can go on after each block of a prompt, or after a later one. Pure.
+
+    ``reach``: those that hold all blocks so far in layers that need them all. Where the last one
+    is in a tier (``lower``), the others are taken to be there, too: tiers store and load them
+    together, and tell nothing of them.
+    """
+    found = list(reach)
+    for group in groups:
+        holders = map(group.map.holders, hashes[: len(reach)])
+        held = [0 if one is None else one.all for one in holders]
+        for at, mask in enumerate(group.serving(held)):
+            ends = -1 if (at + 1) % group.step == 0 else 0
+            found[at] &= (mask | lower[at]) & ends | ~group.slots
+    return list(accumulate(reversed(found), or_))[::-1]
 
 
 def _reach_of_sets(found: Sequence[Holders]) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ from commutator.contract.block import (
     KvEvent,
     is_stronger,
 )
-from commutator_engine_kit.kv import event_hash
+from commutator_engine_kit.kv import KvGroup, beside, event_hash
 
 NOTHING = -1
 """In a table of blocks: one that is not needed, or no longer."""
@@ -32,7 +32,15 @@ class BlockPool:
     for blocks that are copied to a tier while their parents are reallocated.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        groups: Sequence[KvGroup] = (),
+    ) -> None:
+        """``groups``: the model's kinds of KV, by ``BlockDescriptor.group``."""
         self.on_registered: Callable[[int, BlockDescriptor], None] = lambda *_: None
         """Called for each block whose content becomes reusable."""
         self.on_reused: Callable[[int, BlockDescriptor], None] = lambda *_: None
@@ -52,6 +60,7 @@ class BlockPool:
         self._lent: dict[int, int] = {}
         self._generations = [0] * num_blocks
         self._events: list[KvEvent] = []
+        self._groups = groups
 
     @property
     def available(self) -> int:
@@ -128,6 +137,8 @@ class BlockPool:
         self._by_key[content.key] = block
         if content.token_ids:
             self._stored(content)
+        elif content.stands_beside is not None:
+            self._stored_beside(content.group, content.stands_beside)
         self.on_registered(block, content)
         return block
 
@@ -244,7 +255,21 @@ class BlockPool:
         )
         self._events.append(stored)
 
+    def _stored_beside(self, group: int, key: BlockKey) -> None:
+        """A window's block, or a state, by the block of the same tokens that routers follow."""
+        stored = beside(self._groups[group], group, (key,))
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and last.group == group:
+            self._events[-1] = evolve(last, block_hashes=last.block_hashes + stored.block_hashes)
+        else:
+            self._events.append(stored)
+
     def _removed(self, contents: Iterable[BlockDescriptor]) -> None:
+        contents = list(contents)
+        for each in contents:
+            if each.stands_beside is not None:
+                name = event_hash(each.stands_beside)
+                self._events.append(BlockRemoved(block_hashes=(name,), group=each.group))
         announced = (each for each in contents if each.token_ids)
         if hashes := tuple(event_hash(each.key) for each in announced):
             self._events.append(BlockRemoved(block_hashes=hashes))

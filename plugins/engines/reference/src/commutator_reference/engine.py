@@ -103,7 +103,12 @@ class ReferenceEngine:
         self._on_kv_events = on_kv_events
         self.block_size = self.arena.block_size
         """Tokens in a block: those of the options, or more where states would not fit."""
-        self.pool = BlockPool(num_blocks, self.block_size, prefix_caching=options.prefix_caching)
+        self.pool = BlockPool(
+            num_blocks,
+            self.block_size,
+            prefix_caching=options.prefix_caching,
+            groups=self.arena.groups,
+        )
         self._scheduler = Scheduler(
             self.pool,
             self.max_model_len,

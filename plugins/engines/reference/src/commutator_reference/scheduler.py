@@ -157,12 +157,13 @@ class Sequence:
     def descriptor(self, index: int, block_size: int, group: int = 0) -> BlockDescriptor:
         """A group's full block, with the client's wishes; made once, survives preemption.
 
-        Routers follow one group: blocks of others have no tokens, so that no KV event names them.
+        Routers follow one group: blocks of others have no tokens; KV events name those of windows
+        and states by the followed group's.
         Blocks that stand for themselves, as they need none before them, have no parent.
         """
         request, known = self.request, self.descriptors[group]
         follows = self.groups[group].keeps_prefix
-        announced = group == announced_group(self.groups)
+        followed = announced_group(self.groups)
         while (depth := len(known)) <= index:
             before = known[-1].key if known else None
             token_ids = tuple(self.tokens[depth * block_size : (depth + 1) * block_size])
@@ -170,7 +171,11 @@ class Sequence:
                 BlockDescriptor(
                     key=next_key(before or self.namespaces[group], token_ids),
                     parent=before if follows else None,
-                    token_ids=token_ids if announced else (),
+                    token_ids=token_ids if group == followed else (),
+                    stands_beside=None
+                    if follows or followed is None
+                    else self.descriptor(depth, block_size, followed).key,
+                    group=group,
                     facts=self._facts(depth, block_size, group),
                     adapter=request.adapter_digest,
                 )

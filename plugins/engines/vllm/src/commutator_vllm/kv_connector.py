@@ -278,9 +278,23 @@ def _event(event: KvEvent) -> Any:
             medium=event.medium,
             lora_name=event.adapter,
             extra_keys=None if salted is None else [salted] * len(event.block_hashes),
+            **_kind(event),
         )
     assert isinstance(event, BlockRemoved)
     return VllmRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
+
+
+def _kind(event: BlockStored) -> dict[str, Any]:
+    if event.group is None or "kv_cache_spec_kind" not in VllmStored.__struct_fields__:
+        return {}
+    windowed = "chunked_local_attention" if event.chunked else "sliding_window"
+    return {
+        "group_idx": event.group,
+        "kv_cache_spec_kind": "full_attention"
+        if event.keeps_prefix
+        else (windowed if event.window else "mamba"),
+        "kv_cache_spec_sliding_window": event.window or None,
+    }
 
 
 def cache_identity(config: Any, layout: str, block_size: int) -> CacheIdentity:

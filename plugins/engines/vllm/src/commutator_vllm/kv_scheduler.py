@@ -20,7 +20,7 @@ from attrs import define, field
 
 from commutator.contract.block import KvEvent
 from commutator_engine_kit.connector_worker import Chain
-from commutator_engine_kit.kv import KvGroup, KvKind, alignment, announced_group
+from commutator_engine_kit.kv import KvGroup, KvKind, alignment, announced_group, beside
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,
@@ -142,7 +142,7 @@ class TierScheduler:
         self._clock = PrefillClock(lag)
         self._next = ConnectorMetadata()
         self._has_report = False
-        self._events: list[KvEvent] = []
+        self._events: list[KvEvent] = kinds_of(groups)
         self.pool: BlockHold | None = None
 
     def arrived(self, request: Any) -> None:
@@ -395,6 +395,19 @@ class TierScheduler:
     def _room(self) -> int:
         """Blocks that may be held in addition."""
         return max(0, self._most_held - sum(len(held.blocks) for held in self._held.values()))
+
+
+def kinds_of(groups: Sequence[KvGroup]) -> list[KvEvent]:
+    """Events that say of which kind each group is, as vLLM's own do not.
+
+    Those with blocks of another size than the group that routers follow name others; nobody is
+    told of them.
+    """
+    followed = announced_group(groups)
+    if len(groups) == 1 or followed is None:
+        return []
+    size = groups[followed].block_size
+    return [beside(group, n) for n, group in enumerate(groups) if group.block_size == size]
 
 
 def _comes_from_another(request: Any) -> bool:

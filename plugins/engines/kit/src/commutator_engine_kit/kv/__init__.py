@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Announce,
         LoadResult,
         StoreBlocks,
+        beside,
         event_hash,
     )
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
@@ -76,6 +77,7 @@ __all__ = [
     "TierSpec",
     "alignment",
     "announced_group",
+    "beside",
     "bytes_at",
     "checksum",
     "event_hash",

@@ -9,6 +9,7 @@ from typing import Literal
 from attrs import frozen
 
 from commutator.contract.block import BlockDescriptor, BlockKey, BlockRemoved, BlockStored, KvEvent
+from commutator_engine_kit.kv.groups import KvGroup, KvKind
 
 DEVICE = -1
 """The engine's own arena as a source; tiers are numbered from 0, fastest first."""
@@ -103,6 +104,24 @@ class LoadResult(Enum):
 def event_hash(key: BlockKey) -> int:
     """A block's name in KV events: the last 64 bits of its key."""
     return int.from_bytes(key[-8:], "big")
+
+
+def beside(group: KvGroup, number: int, keys: Sequence[BlockKey] = ()) -> BlockStored:
+    """The event for blocks of a window or state on the device.
+
+    ``keys`` are those of the same tokens in the group that routers follow. Without any, the event
+    says of which kind a group is.
+    """
+    return BlockStored(
+        block_hashes=tuple(map(event_hash, keys)),
+        parent_block_hash=None,
+        token_ids=(),
+        block_size=group.block_size,
+        group=number,
+        keeps_prefix=group.keeps_prefix,
+        window=group.window,
+        chunked=group.kind is KvKind.CHUNKED,
+    )
 
 
 def announced(announcement: Announce, block_size: int) -> Iterator[KvEvent]:
