@@ -35,7 +35,6 @@ ROOMS["contract"] = {"errors"}
 PUBLIC = {"backoff", "errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
 PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.py")}
 PUBLIC |= {"launcher.child", "launcher.ports", "launcher.process", "planning"}
-PUBLIC |= {"frontend.values"}
 # What single plugins of ours use of core beside the faces.
 BESIDE = {
     "commutator_certs": {"trust.identity"},
@@ -53,14 +52,17 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 # Replays run the planner and its tuning in virtual time; responses in NATS count as those in
 # memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
 # classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
-# fields; the gRPC door has the keys of the HTTP door, and serves its own user over HTTP. Operators'
-# commands ask a front door as the console's do.
+# fields, and protocols take values out of JSON as OpenAI's does; the gRPC door has the keys of the
+# HTTP door, and serves its own user over HTTP. Operators' commands ask a front door as the
+# console's do.
 BUILDS_ON = {
     "commutator_doctor": {"commutator_console"},
     "commutator_grpc": {"commutator_http"},
+    "commutator_anthropic": {"commutator_openai"},
     "commutator_kserve": {"commutator_openai"},
     "commutator_pooling": {"commutator_openai"},
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
+    "commutator_responses": {"commutator_openai"},
     "commutator_responses_nats": {"commutator_nats", "commutator_responses"},
     "commutator_rollout": {"commutator_console"},
     "commutator_slo": {"commutator_console"},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commutator.errors import RequestError
 from commutator.frontend import thinking_variables
-from commutator.frontend.values import (
+from commutator_openai.values import (
     integer,
     not_served,
     number,

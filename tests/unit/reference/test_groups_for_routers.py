@@ -1,4 +1,4 @@
-"""What routers count on for a prompt is what the engine finds, in models with several kinds of KV."""
+"""What routers count on is what the engine finds, in models with several kinds of KV."""
 
 from __future__ import annotations
 

@@ -92,12 +92,13 @@ def test_other_front_doors_learn_of_windows() -> None:
 
 
 def test_groups_are_written_as_vllm_writes_them() -> None:
-    for told in (
+    kinds: tuple[dict[str, Any], ...] = (
         {"keeps_prefix": True},
         {"keeps_prefix": False},
         {"keeps_prefix": False, "window": 64},
         {"keeps_prefix": False, "window": 64, "chunked": True},
-    ):
+    )
+    for told in kinds:
         events = (
             BlockStored(
                 block_hashes=(),
@@ -105,7 +106,7 @@ def test_groups_are_written_as_vllm_writes_them() -> None:
                 token_ids=(),
                 block_size=16,
                 group=3,
-                **told,  # type: ignore[arg-type]
+                **told,
             ),
             BlockRemoved(block_hashes=(7,), group=3),
         )

@@ -289,8 +289,7 @@ class BlockStored:
     """The group of layers that holds them, in models with several kinds of attention; else None."""
     keeps_prefix: bool = True
     """False for layers that need only a window of the prompt, or a state computed from it. Their
-    blocks have the names of those of the same tokens in a group that keeps prefixes; they need no
-    tokens. An event without blocks says of which kind its group is."""
+    blocks are named as those of the same tokens that keep prefixes, without tokens."""
     window: int = 0
     """Tokens of the window or chunk; 0: the layers keep a state, or whole prefixes."""
     chunked: bool = False

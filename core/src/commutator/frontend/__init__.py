@@ -3,13 +3,8 @@
 from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
 from commutator.frontend.limits import TimeLimit
-from commutator.frontend.request.bodies import (
-    WrongSomewhereError,
-    parse_object,
-    read_object,
-    read_structured,
-)
-from commutator.frontend.request.call import FALLBACK_HEADER, TIMEOUT_HEADER, Call
+from commutator.frontend.request.bodies import parse_object, read_object
+from commutator.frontend.request.call import FALLBACK_HEADER, INLINE_BYTES, TIMEOUT_HEADER, Call
 from commutator.frontend.request.conversation import NOT_SERVED, thinking_variables
 from commutator.frontend.request.failures import (
     RATE_LIMIT_HEADERS,
@@ -28,6 +23,7 @@ from commutator.routing.forward import Forward
 
 __all__ = [
     "FALLBACK_HEADER",
+    "INLINE_BYTES",
     "NOT_SERVED",
     "RATE_LIMIT_HEADERS",
     "TIMEOUT_HEADER",
@@ -40,7 +36,6 @@ __all__ = [
     "Preprocessor",
     "TimeLimit",
     "WorkPool",
-    "WrongSomewhereError",
     "allowed_priority",
     "answer",
     "check_answers",
@@ -51,7 +46,6 @@ __all__ = [
     "parse_object",
     "rate_limits",
     "read_object",
-    "read_structured",
     "require",
     "salted",
     "size_of",

@@ -7,40 +7,14 @@ counted in it, for a few nanoseconds a byte and without an object for each value
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from commutator.errors import RequestError
-from commutator.frontend.request.call import INLINE_BYTES, Call
-
-T = TypeVar("T")
-
-
-class WrongSomewhereError(Exception):
-    """A quick converter refused a body, and does not say why."""
-
-
-async def read_structured(
-    call: Call, quickly: Callable[[bytes], T], thoroughly: Callable[[bytes], T]
-) -> T:
-    """The body as ``quickly`` reads it, or else as ``thoroughly`` does, which names each mistake.
-
-    Raises what they raise but for ``WrongSomewhereError`` of ``quickly``, and what ``Call.read``
-    does.
-    """
-    async with call.room_for_body():
-        body = await call.read()
-        try:
-            if len(body) <= INLINE_BYTES:
-                return quickly(body)
-            return await call.services.work.run(partial(quickly, body))
-        except WrongSomewhereError:
-            size = max(len(body), INLINE_BYTES + 1)  # finding every mistake takes much longer
-            return await call.off_loop(size, partial(thoroughly, body))
+from commutator.frontend.request.call import Call
 
 
 async def read_object(call: Call) -> dict[str, Any]:

@@ -297,20 +297,13 @@ class RankBlocks:
                 self.counters.adopted += 1
                 parents.append(key)
 
-    def store_beside(self, followed: RankBlocks, names: Sequence[int | bytes], parts: int) -> None:
-        """Store blocks of a window or state on the device, each of ``parts`` of ours."""
-        for key in _parts(names, parts):
+    def store_beside(self, followed: RankBlocks, keys: Iterable[EngineBlockHash]) -> None:
+        """Store blocks of a window or state on the device."""
+        for key in keys:
             if (known := followed.hash_of(key)) is not None:
                 self._hold(CacheLevel.DEVICE, (key,), (known,))
             elif len(self.waiting) < followed.orphans.limit:
                 self.waiting[key] = None
-
-    def remove_beside(self, names: Sequence[int | bytes], parts: int) -> None:
-        """The opposite of ``store_beside``."""
-        keys = _parts(names, parts)
-        for key in keys:
-            self.waiting.pop(key, None)
-        self.remove(CacheLevel.DEVICE, keys)
 
     def remove(self, tier: CacheLevel, keys: Iterable[EngineBlockHash]) -> None:
         """Remove blocks from ``tier``; blocks that were not there are only counted."""
@@ -320,6 +313,8 @@ class RankBlocks:
             known = held.pop(key, None)
             if known is not None:
                 gone.append(known)
+            elif key in self.waiting:
+                del self.waiting[key]
             elif not self.orphans.discard(key, tier):
                 if self.hash_of(key) is None:
                     self.counters.removed_unknown += 1
@@ -463,7 +458,7 @@ class PrefixIndex:
             case BlockRemoved() if event.group is not None and event.group in blocks.others:
                 if _tier(blocks, event.medium) is CacheLevel.DEVICE:
                     group, other = blocks.others[event.group]
-                    other.remove_beside(event.block_hashes, group.step)
+                    other.remove(CacheLevel.DEVICE, _parts(event.block_hashes, group.step))
             case BlockRemoved() if _is_followed(blocks, event.group):
                 tier = _tier(blocks, event.medium)
                 blocks.remove(tier, blocks.keys_of(event.block_hashes, tier))
@@ -626,7 +621,7 @@ class PrefixIndex:
             )
             if found is not None and _tier(blocks, event.medium) is CacheLevel.DEVICE:
                 group, other = found
-                other.store_beside(blocks, event.block_hashes, group.step)
+                other.store_beside(blocks, _parts(event.block_hashes, group.step))
             return
         if not event.keeps_prefix or not _is_followed(blocks, event.group):
             blocks.counters.other_groups += len(event.block_hashes)

@@ -244,19 +244,18 @@ class PrefixMap:
 
 @define(eq=False)
 class LayerGroup:
-    """Layers that need no whole prefix, but a window, a chunk or a state, on some slots."""
+    """Layers that need no whole prefix on the slots of a bit mask, and which blocks these hold.
+
+    They need a window or chunk of ``window`` tokens or, with 0, a state. A prompt is resumed after
+    every ``step`` blocks of ``block_size`` tokens, where a block of the engine ends.
+    """
 
     window: int
-    """Tokens of the window or chunk; 0: a state."""
     chunked: bool
     block_size: int
-    """Tokens in one of our blocks."""
     step: int
-    """Our blocks in one of the engine's, at whose ends alone a prompt is resumed."""
     map: PrefixMap
-    """Which of their blocks slots hold."""
     slots: int = 0
-    """The slots with such layers, as a bit mask."""
 
     def serving(self, held: Sequence[int]) -> list[int]:
         """The slots that can go on after each block, from those that hold each block."""
@@ -275,9 +274,7 @@ class LayerGroup:
         parts = [held[at : at + count] for at in range(0, len(held), count)]
         heads = [mask for part in parts for mask in accumulate(part, and_)]
         tails = [mask for part in parts for mask in [*accumulate(part[::-1], and_)][::-1]]
-        return [
-            mask if at < count else mask & tails[at - count + 1] for at, mask in enumerate(heads)
-        ]
+        return heads[:count] + list(map(and_, heads[count:], tails[1:]))
 
 
 def usable(
@@ -285,9 +282,8 @@ def usable(
 ) -> list[int]:
     """The slots that can go on after each block of a prompt, or after a later one. Pure.
 
-    ``reach``: those that hold all blocks so far in layers that need them all. Where the last one
-    is in a tier (``lower``), the others are taken to be there, too: tiers store and load them
-    together, and tell nothing of them.
+    ``reach``: those that hold what other layers need. Where the last block is in a tier
+    (``lower``), windows and states are taken to be, too: tiers tell nothing of them.
     """
     found = list(reach)
     for group in groups:

@@ -29,7 +29,7 @@ from commutator.contract.conversation import (
 )
 from commutator.contract.request import Constraint, KvRetention
 from commutator.frontend import thinking_variables
-from commutator.frontend.values import (
+from commutator_openai.values import (
     not_served,
     number,
     optional,

@@ -19,13 +19,13 @@ from commutator import Operation
 from commutator.contract.conversation import Generate
 from commutator.errors import RequestError
 from commutator.frontend import Call
-from commutator.frontend.values import not_served, wrong
 from commutator_kserve.inference import Inference
 from commutator_kserve.tensors import Tensor, text_of
 from commutator_openai.chat import asked_chat, asked_completion, parse_body, unserved_hints
 from commutator_openai.embeddings import EmbeddingRequest, cut_of
 from commutator_openai.pooling import Asked
 from commutator_openai.requests import ChatRequest, CompletionRequest
+from commutator_openai.values import not_served, wrong
 
 VERSION = "1"
 """Of every model."""

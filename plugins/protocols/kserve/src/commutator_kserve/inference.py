@@ -10,8 +10,8 @@ import msgspec
 from attrs import field, frozen
 
 from commutator.errors import RequestError
-from commutator.frontend.values import object_at, optional, shown, wrong
 from commutator_kserve.tensors import Tensor, from_raw, from_typed, json_values
+from commutator_openai.values import object_at, optional, shown, wrong
 
 _MAX_ID = 256
 _RAW_MIXED = "expected raw_input_contents for all inputs, or for none"

@@ -11,7 +11,6 @@ import msgspec
 from commutator import Route
 from commutator.contract.answer import AnswerWriter, Failure
 from commutator.frontend import Call, Plan, parse_object
-from commutator.frontend.values import optional, wrong
 from commutator_kserve.inference import Inference, from_generate, from_json
 from commutator_kserve.models import (
     index,
@@ -23,6 +22,7 @@ from commutator_kserve.models import (
 )
 from commutator_kserve.serving import serve
 from commutator_kserve.writers import HEADER_LENGTH, OCTETS, GenerateWriter, JsonForm, TensorWriter
+from commutator_openai.values import optional, wrong
 
 _PATH = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?(/(?P<what>ready|config|infer|generate(_stream)?))?"

@@ -26,11 +26,9 @@ from commutator.errors import RequestError
 from commutator.frontend import (
     NOT_SERVED,
     Call,
-    WrongSomewhereError,
     answer,
     parse_object,
     read_object,
-    read_structured,
     thinking_variables,
 )
 from commutator.schema import StructureError, structure
@@ -56,6 +54,7 @@ from commutator_openai.requests import (
     TextPart,
     TokenizeRequest,
 )
+from commutator_openai.structured import WrongSomewhereError, read_structured
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header, set_aside
 from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 

@@ -22,7 +22,7 @@ from attrs import define, evolve, field
 from commutator.contract.answer import Failure
 from commutator.contract.response_store import ResponseStore, StoredResponse
 from commutator.frontend import Call, log_failure, to_failure
-from commutator.frontend.values import not_served
+from commutator_openai.values import not_served
 from commutator_responses.making import Making, make
 from commutator_responses.writer import DONE, ResponseWriter, failed_response, new_response
 

@@ -10,7 +10,7 @@ import msgspec
 from attrs import define, field
 
 from commutator.contract.answer import AnswerWriter, Batch, Content, Failure, Finish, Usage
-from commutator.frontend.values import wrong
+from commutator_openai.values import wrong
 from commutator_responses.items import Item, with_ids
 from commutator_responses.reading import Asked, read_request
 from commutator_responses.summary import sealed

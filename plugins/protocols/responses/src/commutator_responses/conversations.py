@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from commutator.contract.answer import Failure
 from commutator.contract.response_store import ResponseStore, StoredResponse
 from commutator.frontend import Call
-from commutator.frontend.values import not_served, optional, shown, wrong
+from commutator_openai.values import not_served, optional, shown, wrong
 from commutator_responses.items import Item, input_items
 from commutator_responses.writer import failed_response
 

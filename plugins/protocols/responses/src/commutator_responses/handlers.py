@@ -11,7 +11,7 @@ from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
 from commutator.frontend import Call, TimeLimit, answer, conversation_prompt, read_object, salted
-from commutator.frontend.values import not_served, optional, shown, wrong
+from commutator_openai.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
 from commutator_responses.compaction import CompactionWriter, read_compaction
 from commutator_responses.conversations import REMEMBERED, Conversations, Remembered, Turn, items_of

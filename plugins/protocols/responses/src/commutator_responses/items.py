@@ -16,7 +16,7 @@ from commutator.contract.conversation import (
     ToolCall,
     ToolResult,
 )
-from commutator.frontend.values import not_served, object_at, optional, required, shown, wrong
+from commutator_openai.values import not_served, object_at, optional, required, shown, wrong
 from commutator_responses.summary import unsealed
 from commutator_responses.tools import ServerTools, custom_arguments, model_name
 

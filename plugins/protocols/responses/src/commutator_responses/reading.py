@@ -15,7 +15,7 @@ from attrs import define, field
 from commutator.contract.conversation import Conversation, Generate, Message
 from commutator.contract.request import Constraint
 from commutator.frontend import thinking_variables
-from commutator.frontend.values import (
+from commutator_openai.values import (
     integer,
     not_served,
     number,

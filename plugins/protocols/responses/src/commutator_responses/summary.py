@@ -11,7 +11,7 @@ import base64
 import binascii
 from typing import Any
 
-from commutator.frontend.values import shown, wrong
+from commutator_openai.values import shown, wrong
 
 _MARK = "commutator.summary.1."
 """Content of other servers begins otherwise: nobody here can read that."""

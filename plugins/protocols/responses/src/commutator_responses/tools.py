@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from commutator.contract.conversation import Tool, ToolChoice
 from commutator.errors import RequestError
-from commutator.frontend.values import not_served, object_at, optional, required, shown, wrong
+from commutator_openai.values import not_served, object_at, optional, required, shown, wrong
 
 ServerTools = Literal["leave_out", "refuse"]
 """What becomes of tools that OpenAI's servers run."""

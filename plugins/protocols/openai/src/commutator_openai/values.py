@@ -11,19 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from commutator.errors import RequestError
-from commutator.frontend.request.conversation import NOT_SERVED
-
-__all__ = [
-    "integer",
-    "not_served",
-    "number",
-    "object_at",
-    "optional",
-    "required",
-    "shown",
-    "without_nulls",
-    "wrong",
-]
+from commutator.frontend import NOT_SERVED
 
 _MAX_INT = 2**63 - 1
 _SHOWN_CHARACTERS = 60
