@@ -380,10 +380,9 @@ class RankBlocks:
     ) -> None:
         held = self.held[tier]
         for _, other in self.others.values():
-            for key, sequence_hash in zip(keys, hashes, strict=True) if other.waiting else ():
-                if key in other.waiting:
-                    del other.waiting[key]
-                    other.hold(CacheLevel.DEVICE, (key,), (sequence_hash,))
+            for key in other.waiting.keys() & keys if other.waiting else ():
+                del other.waiting[key]
+                other.hold(CacheLevel.DEVICE, (key,), (hashes[keys.index(key)],))
         if held.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             held.update(zip(keys, hashes, strict=True))
             self._enter(tier, hashes)
@@ -424,8 +423,7 @@ class PrefixIndex:
     only distinguish its blocks. An engine's block may be a multiple of ours; blocks of other sizes
     are counted as unusable and not indexed. For models with several kinds of attention, the layers
     that keep whole prefixes are followed; a prefix counts as far as those with windows or states
-    can go on after it. Memory grows with the blocks that engines hold, plus at most ``max_orphans``
-    blocks for each rank and group.
+    can go on after it. Memory grows with the blocks that engines hold, plus few orphans.
     """
 
     def __init__(self, block_size: int, *, max_orphans: int = 8192) -> None:

@@ -191,10 +191,7 @@ class PrefixMap:
         return found
 
     def match(self, hashes: Sequence[int], groups: Collection[LayerGroup] = ()) -> PrefixMatch:
-        """The longest prefix of ``hashes`` that each slot holds without a gap.
-
-        On slots with ``groups``, the longest one after which each of these can go on.
-        """
+        """The longest prefix that each slot holds without a gap, and its ``groups`` go on after."""
         found = self._known_prefix(hashes)
         if not found:
             return NOTHING_HELD
@@ -287,8 +284,7 @@ def usable(
     """
     found = list(reach)
     for group in groups:
-        holders = map(group.map.holders, hashes[: len(reach)])
-        held = [0 if one is None else one.all for one in holders]
+        held = [each.all if (each := group.map.holders(one)) else 0 for one in hashes[: len(reach)]]
         for at, mask in enumerate(group.serving(held)):
             ends = -1 if (at + 1) % group.step == 0 else 0
             found[at] &= (mask | lower[at]) & ends | ~group.slots
