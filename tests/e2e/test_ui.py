@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -98,6 +99,68 @@ async def test_workers_that_fail_and_what_the_planner_wants_are_shown(page: Page
         assert await in_thread(page.problems) == []
         link.status = None
         await in_thread(page.until_text, "#planner-panel", "No planner answers")
+
+
+MARKDOWN = """# A plan
+First **bold**, *slanted* and `code`; see [the docs](https://example.org/a?b=1).
+
+1. one
+2. two
+
+- dot
+```python
+print("<b>hi</b>")
+```
+> quoted
+[bad](javascript:window.owned=1) <img src=x onerror="window.owned=1">"""
+
+
+async def test_an_answer_is_shown_as_markdown_and_its_request_as_curl(page: Page) -> None:
+    dispatcher = FakeDispatcher(loads={"fake-0": load()})
+    dispatcher.script = answer(MARKDOWN)
+    async with front_door(dispatcher) as door:
+        await opened(page, door)
+
+        def chat() -> dict[str, str]:
+            page.one("#tab-chat").click()
+            page.one("#question").send_keys("It's a 'test'\n")
+            page.until_text(".facts", "TTFT")
+            copies = """
+                window.copied = [];
+                navigator.clipboard.writeText = async (text) => { window.copied.push(text); };
+                document.querySelectorAll('.code button, .facts button').forEach((b) => b.click());
+            """
+            page.run(copies)
+            page.until(lambda: page.text(".code button") == "Copied")
+            parts = ("strong", "em", "p code", "pre", "ol li", "ul li", "blockquote", ".heading")
+            return {part: page.text(f".message.assistant {part}") for part in parts}
+
+        shown = await in_thread(chat)
+        assert shown == {
+            "strong": "A plan\nbold",
+            "em": "slanted",
+            "p code": "code",
+            "pre": 'print("<b>hi</b>")',
+            "ol li": "one\ntwo",
+            "ul li": "dot",
+            "blockquote": "quoted",
+            ".heading": "A plan",
+        }
+        links = "return [...document.querySelectorAll('.message a')].map(a => a.href)"
+        assert page.run(links) == ["https://example.org/a?b=1"]
+        assert page.count(".message img") == 0
+        assert "[bad](javascript:window.owned=1) <img" in page.text(".message.assistant")
+        code, whole, command = page.run("return window.copied")
+        assert (code, whole) == ('print("<b>hi</b>")', MARKDOWN)
+
+        def said_to_curl() -> str:
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+            return done.stdout
+
+        assert "data: [DONE]" in await in_thread(said_to_curl), "the quotes did not end its body"
+        assert page.barriers() == []
+        assert page.run("return window.owned ?? null") is None
+        assert await in_thread(page.problems) == []
 
 
 @pytest.mark.long

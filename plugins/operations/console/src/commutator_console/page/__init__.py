@@ -22,6 +22,7 @@ _TYPES = {
     "view.js": "text/javascript",
     "chat.js": "text/javascript",
     "charts.js": "text/javascript",
+    "markdown.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
 """The files beside index.html."""

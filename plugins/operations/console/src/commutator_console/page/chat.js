@@ -1,8 +1,29 @@
 // A chat to try a model: streams answers and says who gave them.
 
 import { element, number, percent, time } from "./charts.js";
+import { markdown } from "./markdown.js";
 
 const get = (id) => document.getElementById(id);
+
+/** Copies a text, and says on the button whether it did; without a secure address browsers refuse. */
+async function copy(text, button) {
+  const label = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Not allowed";
+  }
+  setTimeout(() => { button.textContent = label; }, 1500);
+}
+
+/** The request as a command for a POSIX shell. The key is left for the reader to set. */
+function curl(body, withKey) {
+  const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+  const parts = [`curl ${quoted(new URL("v1/chat/completions", document.baseURI).href)}`, "-H 'Content-Type: application/json'"];
+  if (withKey) parts.push('-H "Authorization: Bearer $API_KEY"');
+  return [...parts, `-d ${quoted(body)}`].join(" \\\n  ");
+}
 
 export function startChat(authorization, askForKey) {
   const conversation = [];
@@ -36,7 +57,13 @@ export function startChat(authorization, askForKey) {
     get("messages").scrollTop = get("messages").scrollHeight;
   }
 
-  function facts(found) {
+  function button(name, text) {
+    const made = element("button", { type: "button", class: "small", textContent: name });
+    made.addEventListener("click", () => copy(text, made));
+    return element("li", { class: "action" }, made);
+  }
+
+  function facts(found, answerText) {
     const list = element("ul", { class: "facts" });
     const add = (name, value) => list.append(element("li", {}, `${name} `, element("strong", { textContent: value })));
     if (found.worker) add("worker", found.worker);
@@ -49,6 +76,8 @@ export function startChat(authorization, askForKey) {
     }
     if (found.ttftS) add("TTFT", time(found.ttftS));
     if (found.reason) list.append(element("li", { class: "why", textContent: `Why this worker: ${found.reason}` }));
+    if (answerText) list.append(button("Copy answer", answerText));
+    list.append(button("Copy as curl", curl(found.body, Boolean(authorization().Authorization))));
     get("messages").append(list);
     toEnd();
   }
@@ -57,8 +86,13 @@ export function startChat(authorization, askForKey) {
     say("user", text);
     conversation.push({ role: "user", content: text });
     const node = say("assistant", "…");
-    const found = { worker: "", reason: "", usage: null, ttftS: 0, totalS: 0 };
-    let answerText = "";
+    const found = { worker: "", reason: "", usage: null, ttftS: 0, totalS: 0, body: "" };
+    let answerText = "", drawing = 0;
+    const draw = () => {
+      drawing = 0;
+      node.replaceChildren(...markdown(answerText, copy));
+      toEnd();
+    };
     stopping = new AbortController();
     get("send").textContent = "Stop";
     const began = performance.now();
@@ -68,6 +102,7 @@ export function startChat(authorization, askForKey) {
         model: get("model").value, messages: conversation, stream: true, stream_options: { include_usage: true },
         max_tokens: Number(get("max-tokens").value) || 256, temperature: Number(get("temperature").value) || 0,
       });
+      found.body = body;
       const send = (more) => fetch("v1/chat/completions", { method: "POST", headers: { ...headers, ...more }, body, signal: stopping.signal, credentials: "omit" });
       let answer = await send({ "X-Commutator-Explain": "1" });
       if (answer.status === 403) answer = await send({}); // a key without the permission "explain"
@@ -91,7 +126,7 @@ export function startChat(authorization, askForKey) {
           if (piece) {
             found.ttftS ||= (performance.now() - began) / 1000;
             answerText += piece;
-            node.firstChild.data = answerText;
+            if (!drawing) drawing = requestAnimationFrame(draw);
           }
         }
         toEnd();
@@ -103,10 +138,12 @@ export function startChat(authorization, askForKey) {
       }
     }
     found.totalS = (performance.now() - began) / 1000;
-    node.firstChild.data = answerText || "(no text)";
+    cancelAnimationFrame(drawing);
+    if (node.classList.contains("error")) node.replaceChildren(answerText);
+    else { answerText ||= "(no text)"; draw(); }
     if (node.classList.contains("error")) conversation.pop();
     else conversation.push({ role: "assistant", content: answerText });
-    facts(found);
+    facts(found, node.classList.contains("error") ? "" : answerText);
     stopping = null;
     get("send").textContent = "Send";
     get("question").focus();
