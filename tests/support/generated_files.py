@@ -89,8 +89,8 @@ def _scalar(chance: random.Random, schema: Mapping[str, Any]) -> Any:
 
 def _number(chance: random.Random, schema: Mapping[str, Any], step: float) -> float:
     """Bounds, the default, and what lies between by orders of magnitude."""
-    least = schema.get("minimum", schema.get("exclusiveMinimum", -10) + step)
-    most = schema.get("maximum", schema.get("exclusiveMaximum", 10**9 + step) - step)
+    least: float = schema.get("minimum", schema.get("exclusiveMinimum", -10) + step)
+    most: float = schema.get("maximum", schema.get("exclusiveMaximum", 10**9 + step) - step)
     tried = [least, least + step, most, schema.get("default"), 10 ** chance.uniform(-2, 6)]
-    found = chance.choice([one for one in tried if isinstance(one, int | float)])
+    found: float = chance.choice([one for one in tried if isinstance(one, int | float)])
     return min(max(found, least), most)
