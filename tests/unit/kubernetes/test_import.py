@@ -113,6 +113,7 @@ def test_llm_d_and_kserve_keep_parallelism_and_arguments() -> None:
         ("dynamo", "kind: DynamoGraphDeployment", "it names no model that is served"),
         ("kserve", "a: [", "not YAML"),
         ("llm-d", "a: 1", "expected values of llm-d-modelservice"),
+        ("llm-d", "a: &a [*a]", "an alias stands inside of what it names"),
         ("llm-d", "- 1", "expected a mapping, got list"),
         ("production-stack", "servingEngineSpec: {}", "it names no model that is served"),
     ],

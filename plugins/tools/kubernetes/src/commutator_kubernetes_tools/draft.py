@@ -122,7 +122,7 @@ def read_arguments(source: Source, path: Path, engine: Engine) -> None:
     else:
         words = [
             (word, (*path, number))
-            for number, text in enumerate(given or [])
+            for number, text in enumerate(given if isinstance(given, list) else [])
             for word in (_split(str(text)) if " -" in str(text) else [str(text)])
         ]
     source.take(*path)
@@ -265,7 +265,7 @@ def read_container(source: Source, path: Path, engine: Engine) -> None:
 
 def read_env(source: Source, path: Path, engine: Engine) -> None:
     """Environment variables of a container."""
-    for place, one in source.entries(*path):
+    for place, one in source.mappings(*path):
         name, value = one.get("name"), one.get("value")
         if name in ("VLLM_ADDITIONAL_ARGS", "VLLM_EXTRA_ARGS") and isinstance(value, str):
             source.take(*place, "name")

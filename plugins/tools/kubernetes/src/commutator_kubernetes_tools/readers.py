@@ -73,7 +73,7 @@ def dynamo(source: Source) -> Draft:
     _must_be(source, "DynamoGraphDeployment")
     draft = Draft(name=str(source.take("metadata", "name") or ""))
     framework = str(source.take("spec", "backendFramework") or "vllm")
-    places = source.entries("spec", "components") or source.entries("spec", "services")
+    places = source.mappings("spec", "components") or source.mappings("spec", "services")
     for place, one in places:
         kind = str(one.get("type") or one.get("componentType") or "")
         name = str(one.get("name") or place[-1])
@@ -98,19 +98,19 @@ def _dynamo_frontend(source: Source, place: Path, draft: Draft) -> None:
     container = _container_of(source, place)
     source.take(*container, "name")
     for env in ((*container, "env"), (*place, "envs")):
-        for one_place, one in source.entries(*env):
+        for one_place, one in source.mappings(*env):
             mode = _ROUTERS.get(str(one.get("value")))
             if one.get("name") == "DYN_ROUTER_MODE" and mode is not None:
                 draft.router["kind"] = mode
                 source.take(*one_place)
-    if "dynamo.frontend" in (source.get(*container, "command") or []):
+    if "dynamo.frontend" in [word for _, word in source.entries(*container, "command")]:
         source.take(*container, "command")
     arguments = source.entries(*container, "args")
     for (one_place, word), (next_place, value) in pairwise([*arguments, ((), "")]):
         if word == "--http-port" and str(value).isdecimal():
             draft.frontend["port"] = int(value)
-        elif word == "--router-mode" and value in _ROUTERS:
-            draft.router["kind"] = _ROUTERS[value]
+        elif word == "--router-mode" and str(value) in _ROUTERS:
+            draft.router["kind"] = _ROUTERS[str(value)]
         else:
             continue
         source.take(*one_place)
@@ -168,7 +168,7 @@ _VLLM_FLAGS = {
 def production_stack(source: Source) -> Draft:
     """Values of the chart vllm-stack."""
     draft = Draft()
-    for place, one in source.entries("servingEngineSpec", "modelSpec"):
+    for place, one in source.mappings("servingEngineSpec", "modelSpec"):
         engine = Engine("vllm", named([e.name for e in draft.engines], str(one.get("name"))))
         source.take(*place, "name")
         engine.source = str(source.take(*place, "modelURL") or "")

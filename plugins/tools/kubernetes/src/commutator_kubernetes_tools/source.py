@@ -21,6 +21,10 @@ class Source:
         self.name = name
         self._carried: set[Path] = set()
         self._reasons: dict[Path, str] = {}
+        try:
+            self.fields()
+        except RecursionError:
+            raise ConfigError(["an alias stands inside of what it names"], name) from None
 
     def get(self, *path: str | int) -> Any:
         """What stands at ``path``; None where nothing does."""
@@ -46,7 +50,12 @@ class Source:
         found = self.get(*path)
         if isinstance(found, dict):
             return [((*path, key), item) for key, item in found.items()]
-        return [((*path, i), item) for i, item in enumerate(found or [])]
+        listed = found if isinstance(found, list) else []
+        return [((*path, i), item) for i, item in enumerate(listed)]
+
+    def mappings(self, *path: str | int) -> list[tuple[Path, dict[Any, Any]]]:
+        """Those ``entries`` that are mappings."""
+        return [(place, one) for place, one in self.entries(*path) if isinstance(one, dict)]
 
     def leave(self, path: Path, reason: str) -> None:
         """Say why what is at ``path`` is not carried."""
