@@ -7,7 +7,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import evolve
@@ -30,10 +29,8 @@ from commutator.trust import (
     RunSecret,
     TlsError,
     TlsFiles,
-    adopt,
     host_and_port,
     is_loopback,
-    use_network,
 )
 from commutator.trust.wire import certificates_of
 
@@ -86,13 +83,6 @@ def run_secret(config: Config) -> RunSecret:
         return RunSecret.from_text(config.runtime.secret.reveal())
     path = os.environ.get(SECRET_FILE)
     return RunSecret.load(path) if path else RunSecret.new()
-
-
-@contextmanager
-def as_member(config: Config) -> Iterator[None]:
-    """This process as one of the deployment's, and of its host's network. Raises ConfigError."""
-    with adopt(run_secret(config)), use_network(network_of(config)):
-        yield
 
 
 def host_problems(config: Config) -> Iterator[str]:

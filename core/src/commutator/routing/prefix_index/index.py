@@ -609,8 +609,7 @@ class PrefixIndex:
         )
         group.slots |= 1 << blocks.slot
         other = RankBlocks(blocks.slot, self.block_size, group.map, Orphans(0))
-        blocks.others[number] = group, other
-        return group, other
+        return blocks.others.setdefault(number, (group, other))
 
     def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
         if event.group is not None and (not event.keeps_prefix or event.group in blocks.others):

@@ -214,9 +214,7 @@ class PrefixMap:
         if not reach[-1]:
             del reach[bisect_left(reach, True, key=lambda slots: not slots) :]
             depths = depths[: len(reach)]
-        if not reach:
-            return NOTHING_HELD
-        if not lower:
+        if not (lower and reach):
             return PrefixMatch(reach, depths)
         return PrefixMatch(reach, depths, _lower_blocks(found, reach, depths[-1]))
 
@@ -286,8 +284,7 @@ def usable(
     for group in groups:
         held = [each.all if (each := group.map.holders(one)) else 0 for one in hashes[: len(reach)]]
         for at, mask in enumerate(group.serving(held)):
-            ends = -1 if (at + 1) % group.step == 0 else 0
-            found[at] &= (mask | lower[at]) & ends | ~group.slots
+            found[at] &= (0 if (at + 1) % group.step else mask | lower[at]) | ~group.slots
     return list(accumulate(reversed(found), or_))[::-1]
 
 

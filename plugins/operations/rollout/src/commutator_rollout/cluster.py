@@ -32,7 +32,8 @@ def cluster() -> None:
 
 def _ask(sources: Sources, question: Callable[[Registry], Awaitable[Any]]) -> Any:
     """Put a question to the registry of a configuration. Raises CommutatorError."""
-    from commutator.supervisor.hosts import as_member, registry_client
+    from commutator.supervisor.hosts import registry_client
+    from commutator_rollout.member import as_member
 
     loaded = sources.load()
     must_be_shared(loaded.config, "only its own front doors know it (commutator worker ls)")

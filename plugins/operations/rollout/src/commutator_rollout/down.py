@@ -32,8 +32,8 @@ def down(sources: Sources) -> None:
     workers anew.
     """
     from commutator.errors import ConfigError
-    from commutator.supervisor.hosts import as_member
     from commutator.supervisor.placed_fleet import of_agents
+    from commutator_rollout.member import as_member
 
     loaded = sources.load()
     config = loaded.config
