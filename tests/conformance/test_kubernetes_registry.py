@@ -230,8 +230,8 @@ async def test_errors_say_what_was_asked_and_what_to_do(tmp_path: Path) -> None:
     async with FakeKubernetes(kinds=set()) as api, opened(api, tmp_path) as registry:
         with pytest.raises(RegistryError, match=r"commutatormembers.*custom resources installed"):
             await registry.register(make_worker("a-0"), 60.0)
-        api.fault = lambda _: web.json_response({"message": "no right"}, status=403)
-        with pytest.raises(RegistryError, match=r"403 no right; the account needs this right"):
+        api.fault = lambda _: web.json_response({"message": "u cannot get"}, status=403)
+        with pytest.raises(RegistryError, match=r"403 u cannot get; the account needs this right"):
             await registry.set_draining("a-0", True)
     with pytest.raises(RegistryError, match=r"http://127\.0\.0\.1:\d+/apis/commutator\.dev"):
         async with opened(api, tmp_path) as registry:

@@ -17,7 +17,7 @@ from tests.support.real_kubernetes import RealKubernetes
 from commutator.contract.launcher import AgentPlan, AgentState
 from commutator.contract.registry import Registry, WorkerDown, WorkerUp
 from commutator.contract.worker import Role
-from commutator.errors import RegistryError
+from commutator.errors import LauncherError, RegistryError
 from commutator_kubernetes.access import find_access
 from commutator_kubernetes.client import ApiClient
 from commutator_kubernetes.config import KubernetesLauncherConfig, KubernetesRegistryConfig
@@ -290,10 +290,14 @@ async def test_the_scheduler_says_why_a_worker_waits(kube: RealKubernetes, tmp_p
     try:
         plan = AgentPlan(name="w-0", engine="w", generation="a1", module="m", grace_s=10)
         for _ in range(100):
-            await launcher.place(plan)
+            try:
+                await launcher.place(plan)
+            except LauncherError:  # the namespace has no service account at first
+                await asyncio.sleep(0.2)
+                continue
             (agent,) = await launcher.agents()
             assert agent.state is AgentState.WAITING
-            if agent.cause is not None and "nodes are available" in agent.cause:
+            if agent.cause is not None and "Unschedulable: " in agent.cause:
                 break
             await asyncio.sleep(0.1)
         else:

@@ -301,6 +301,6 @@ def _error_of(status: int, said: Json, path: str) -> ApiError:
     hint = ""
     if status == HTTPStatus.NOT_FOUND and not is_missing:
         hint = "; are the custom resources installed (docs/how-to/kubernetes.md)?"
-    elif status == HTTPStatus.FORBIDDEN:
+    elif status == HTTPStatus.FORBIDDEN and " cannot " in message:
         hint = "; the account needs this right (RBAC)"
     return ApiError(f"{path}: {status} {message}{hint}", status, is_missing=is_missing)
