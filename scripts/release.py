@@ -86,7 +86,15 @@ def resolve(wanted: Sequence[str], dist: Path, constraints: Path | None) -> list
     with tempfile.TemporaryDirectory() as folder:
         python = _environment(Path(folder))
         report = Path(folder) / "report.json"
-        command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--dry-run"]
+        command: list[str | Path] = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--dry-run",
+        ]
         command += ["--find-links", dist, "--report", report, *wanted]
         if constraints is not None:
             command += ["--constraint", constraints]
@@ -100,16 +108,18 @@ def describe(lock: Path, sbom: Path, *, audited: bool) -> bool:
         python = _environment(Path(folder))
         subprocess.run([python, "-m", "pip", "install", "-q", *_TOOLS], check=True)
         scripts = python.parent
-        bill = [scripts / "cyclonedx-py", "requirements", lock, "--output-reproducible"]
-        subprocess.run([*bill, "--of", "JSON", "-o", sbom], check=True)
+        bill: list[str | Path] = [scripts / "cyclonedx-py", "requirements", lock, "-o", sbom]
+        subprocess.run([*bill, "--of", "JSON", "--output-reproducible"], check=True)
         if not audited:
             print("not audited for known holes: --without-audit")
             return True
         # What is ours is known to no database, and would end the audit of all others.
         theirs = [line for line in _locked(lock) if not line.startswith("commutator")]
-        (Path(folder) / "theirs.txt").write_text("\n".join(theirs) + "\n", encoding="utf-8")
-        audit = [scripts / "pip-audit", "--strict", "--disable-pip", "--require-hashes", "-r"]
-        return subprocess.run([*audit, Path(folder) / "theirs.txt"], check=False).returncode == 0
+        listed = Path(folder) / "theirs.txt"
+        listed.write_text("\n".join(theirs) + "\n", encoding="utf-8")
+        audit: list[str | Path] = [scripts / "pip-audit", "--strict", "--disable-pip"]
+        audit += ["--require-hashes", "-r", listed]
+        return subprocess.run(audit, check=False).returncode == 0
 
 
 def _locked(lock: Path) -> list[str]:
