@@ -29,9 +29,8 @@ from commutator.routing.prefix_index.prefix_map import (
 
 _MAX_MEMBER_SETS = 1024
 _MOST_BLOCK_TOKENS = 1 << 14
-_MOST_BLOCK_SIZES = 16
+_MOST_BLOCK_SIZES = _MOST_GROUPS = 16
 _MOST_UNKNOWN_MEDIA = 16
-_MOST_GROUPS = 64
 _MEDIUM_CHARS = 64
 _SLICE_BLOCKS = 2048
 """Blocks that one slice of a removal takes out: about a millisecond."""
