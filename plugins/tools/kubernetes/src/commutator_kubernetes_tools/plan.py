@@ -537,7 +537,7 @@ def _workers(
     config: Config, engine: EngineConfig, slug: str, options: Options, mounts: Sequence[Mount]
 ) -> Pods:
     index = config.engines.index(engine)
-    probes = f"operations=[{{kind: probes, port: {PROBES_PORT}}}]"
+    probes = f"operations=[{{kind: probes, probe_port: {PROBES_PORT}}}]"
     name = str(engine.name)
     return Pods(
         component=slug,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ProbesConfig(OperationsConfig):
     """Answers /live and /ready for hosts that run workers and no front door, as pods do."""
 
-    port: Port = setting("TCP port of /live and /ready, on every address of the host.", 8081)
+    probe_port: Port = setting("TCP port of /live and /ready, on every address of the host.", 8081)
 
 
 def _at_door(config: ProbesConfig, context: OperationsContext) -> Operations:
@@ -38,7 +38,7 @@ def _at_door(config: ProbesConfig, context: OperationsContext) -> Operations:
 async def _beside(config: ProbesConfig, context: SupervisorContext) -> Service:
     from commutator_kubernetes_tools.probes import Probes
 
-    return Probes(config.port, context.supervisor)
+    return Probes(config.probe_port, context.supervisor)
 
 
 @hookimpl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -54,9 +55,14 @@ class Probes(Service):
         return _Silent()
 
     async def run(self) -> None:
-        self._server = await asyncio.start_server(
-            self._serve, None, self.port, limit=_MOST_BYTES, backlog=_MOST_CONNECTIONS
+        dual = socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            ("", self.port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            backlog=_MOST_CONNECTIONS,
+            dualstack_ipv6=dual,
         )
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=_MOST_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
         try:
             await asyncio.get_running_loop().create_future()
