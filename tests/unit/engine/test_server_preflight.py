@@ -12,10 +12,9 @@ from attrs import evolve, frozen
 
 from commutator.contract.engine import ModelConfig
 from commutator_engine_kit import preflight
-from commutator_engine_kit.launching import PythonServerConfig
+from commutator_engine_kit.launching import PythonServerConfig, argument_value
 from commutator_engine_kit.preflight import (
     ServerNeeds,
-    argument_value,
     server_problems,
     server_warnings,
 )

@@ -44,6 +44,7 @@ __all__ = [
     "ServerConnector",
     "api_key_at",
     "argument_names",
+    "argument_value",
     "compact_json",
     "event_settings",
     "event_sockets",
@@ -389,3 +390,14 @@ def missing_plugin(path: str, distribution: str, made_by: str) -> str | None:
         f"{python} lacks our plugins: install {distribution} and the packages of the "
         f"tiers in that environment, for example with `{made_by}`"
     )
+
+
+def argument_value(args: Sequence[str], name: str) -> str | None:
+    """The value of the argument ``name`` in a command line; "" for one without; None: not there."""
+    found = None
+    for index, argument in enumerate(args):
+        head, equals, value = argument.partition("=")
+        if head == name:
+            following = args[index + 1] if index + 1 < len(args) else ""
+            found = value if equals else ("" if following.startswith("-") else following)
+    return found

@@ -19,13 +19,18 @@ from attrs import frozen
 from commutator.contract.engine import ModelConfig
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
-from commutator_engine_kit.launching import PythonServerConfig, argument_names, python_at, revealed
+from commutator_engine_kit.launching import (
+    PythonServerConfig,
+    argument_names,
+    argument_value,
+    python_at,
+    revealed,
+)
 from commutator_engine_kit.model_files import directory_for
 
 __all__ = [
     "Environment",
     "ServerNeeds",
-    "argument_value",
     "gpu_memory_bytes",
     "machine_memory_bytes",
     "server_problems",
@@ -239,17 +244,6 @@ def _memory_problems(
             f"model: its weights of {size_text(weights_bytes)}{times} are more than this machine's "
             f"{size_text(total_bytes)} of memory; use {fewer}"
         )
-
-
-def argument_value(args: Sequence[str], name: str) -> str | None:
-    """The value of the argument ``name`` in a command line; "" for one without; None: not there."""
-    found = None
-    for index, argument in enumerate(args):
-        head, equals, value = argument.partition("=")
-        if head == name:
-            following = args[index + 1] if index + 1 < len(args) else ""
-            found = value if equals else ("" if following.startswith("-") else following)
-    return found
 
 
 def _context_length(source: Path) -> int | None:

@@ -9,8 +9,12 @@ from typing import Literal
 from attrs import frozen
 
 from commutator import setting
-from commutator_engine_kit.launching import PythonServerConfig, only_to_attach, only_to_launch
-from commutator_engine_kit.preflight import argument_value
+from commutator_engine_kit.launching import (
+    PythonServerConfig,
+    argument_value,
+    only_to_attach,
+    only_to_launch,
+)
 
 KV_TRANSFER = "--kv-transfer-config"
 STRUCTURED_OUTPUTS = "--structured-outputs-config.backend"

@@ -19,6 +19,7 @@ from commutator_engine_kit.launching import (
     NodeGroup,
     api_key_at,
     argument_names,
+    argument_value,
     compact_json,
     event_settings,
     event_sockets,
@@ -33,7 +34,6 @@ from commutator_engine_kit.model_files import directory_for
 from commutator_engine_kit.model_kv import model_at, refused
 from commutator_engine_kit.preflight import (
     ServerNeeds,
-    argument_value,
     server_problems,
     server_warnings,
 )

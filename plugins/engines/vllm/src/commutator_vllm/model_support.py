@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commutator_engine_kit.kv import KvKind
+from commutator_engine_kit.launching import argument_value
 from commutator_engine_kit.model_kv import USUAL_BYTES, KvSupport, ModelKv, Verdict
-from commutator_engine_kit.preflight import argument_value
 
 _YES = Verdict("yes")
 _TESTED = {

@@ -21,9 +21,7 @@ _KINDS = ("secret", "configmap", "pvc", "claim", "empty", "host", "image")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
-@click.group(
-    epilog="Example: commutator kubernetes render cluster.yaml --image IMAGE | kubectl apply -f -"
-)
+@click.group(epilog="Example: commutator kubernetes render cluster.yaml --image IMAGE")
 def kubernetes() -> None:
     """Write a deployment as Kubernetes objects."""
 

@@ -83,7 +83,8 @@ class KvGroup:
                 return (self.window - 2) // self.block_size + 2
             case KvKind.CHUNKED:
                 size, window = self.block_size, self.window
-                return -(-window // size) if not window % size else (window - 2) // size + 2
+                # Of chunks, one begins the latest within a block at size - gcd.
+                return -(-(size - math.gcd(size, window) + window) // size)
             case KvKind.RECURRENT:
                 return 1
             case _:
