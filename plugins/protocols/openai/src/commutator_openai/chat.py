@@ -24,6 +24,7 @@ from commutator.contract.conversation import (
 from commutator.contract.request import KvRetention
 from commutator.errors import RequestError
 from commutator.frontend import (
+    INLINE_BYTES,
     NOT_SERVED,
     Call,
     answer,
@@ -54,7 +55,6 @@ from commutator_openai.requests import (
     TextPart,
     TokenizeRequest,
 )
-from commutator_openai.structured import WrongSomewhereError, read_structured
 from commutator_openai.tolerance import IGNORED_HEADER, ignored_header, set_aside
 from commutator_openai.writers import ChatWriter, CompletionWriter, Shown
 
@@ -218,6 +218,10 @@ def _echoed(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(part.text for part in last.content)
 
 
+class _WrongSomewhereError(Exception):
+    """The quick converter refused a body, and does not say why."""
+
+
 _fast = build_request_converter(detailed=False)
 _thorough = build_request_converter(detailed=True)
 _SHOWN_PROBLEMS = 8
@@ -233,11 +237,20 @@ async def read_request(
     those of ``ChatRequest`` become so. Raises RequestError, ``Failure`` for 408, 413
     and 415, and OverloadedError.
     """
-    quickly = partial(_parse_quickly, cls, strict)
-    if known is not None and cls is ChatRequest:
-        structured = partial(_structure_quickly, cls, strict)
-        quickly = partial(known.read, call.principal.name, structured)
-    return await read_structured(call, quickly, partial(_parse_thoroughly, cls, strict))
+    async with call.room_for_body():
+        body = await call.read()
+        if known is not None and cls is ChatRequest and b'"tools"' in body:
+            structured = partial(_structure_quickly, cls, strict)
+            quickly = partial(known.read, call.principal.name, structured, body)
+        else:
+            quickly = partial(_parse_quickly, cls, strict, body)
+        try:
+            if len(body) <= INLINE_BYTES:
+                return quickly()
+            return await call.services.work.run(quickly)
+        except _WrongSomewhereError:
+            size = max(len(body), INLINE_BYTES + 1)  # finding every mistake takes much longer
+            return await call.off_loop(size, partial(_parse_thoroughly, cls, strict, body))
 
 
 async def as_request(
@@ -247,7 +260,7 @@ async def as_request(
     size = len(call.body)
     try:
         return await call.off_loop(size, partial(_structure_quickly, cls, strict, data))
-    except WrongSomewhereError:
+    except _WrongSomewhereError:
         return await call.services.work.run(partial(_parse_thoroughly, cls, strict, call.body))
 
 
@@ -518,7 +531,7 @@ def parse_body(cls: type[T], body: bytes, *, strict: bool = False) -> T:
     """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
     try:
         return _parse_quickly(cls, strict, body)[0]
-    except WrongSomewhereError:
+    except _WrongSomewhereError:
         return _parse_thoroughly(cls, strict, body)[0]
 
 
@@ -534,11 +547,11 @@ def _structure_quickly(
     except Exception as error:  # often for what can be set aside
         leftovers = set_aside(data, cls, strict=strict)
         if leftovers.refused or not leftovers.changed:
-            raise WrongSomewhereError from error
+            raise _WrongSomewhereError from error
     try:
         return _fast.structure(data, cls), leftovers.ignored
     except Exception as error:
-        raise WrongSomewhereError from error
+        raise _WrongSomewhereError from error
 
 
 def _parse_thoroughly(cls: type[T], strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:

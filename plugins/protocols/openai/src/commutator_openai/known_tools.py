@@ -112,7 +112,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def _without_tools(body: bytes) -> tuple[dict[str, msgspec.Raw], bytes] | None:
     """The other fields of a body, and the text of its tools; None: they are not worth it."""
-    if len(body) < _SHORTEST or b'"tools"' not in body:
+    if len(body) < _SHORTEST:
         return None
     try:
         fields = _fields.decode(body)
