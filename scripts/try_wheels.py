@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
 KINDS = (
     *("engine", "router", "tier", "eviction", "observer", "planner"),
-    *("protocol", "limiter", "operations", "traffic"),
+    *("protocol", "limiter", "operations"),
 )
 """Of plugins that a deployment uses; `command` is the one besides."""
 USES: dict[str, str | tuple[str, ...]] = {

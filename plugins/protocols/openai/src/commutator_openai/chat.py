@@ -447,7 +447,9 @@ def _variables(body: ChatRequest | TokenizeRequest) -> Mapping[str, Any] | None:
 
 
 def _tools(body: ChatRequest | TokenizeRequest) -> list[Tool]:
-    specs = body.tools or ()
+    specs = body.tools
+    if not specs:
+        return []
     return specs.tools if isinstance(specs, ReadTools) else tools_of(specs)
 
 
