@@ -22,7 +22,7 @@ from commutator.contract.parser import Parser
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
 from commutator.contract.response_store import ResponseStore
-from commutator.contract.traffic import DEFAULT_ALIAS, Traffic
+from commutator.contract.traffic import Traffic
 from commutator.contract.worker import KvStatistics
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
@@ -188,16 +188,11 @@ class FrontendServices:
         mine = self.models_for(principal)
         return mine + [one for one in self.aliases if one not in mine if self.meant(one, principal)]
 
-    def text_model(
-        self, name: str | None, principal: Principal, key: str = ""
-    ) -> tuple[str, TextModel]:
-        """(name, model) that serve ``name``; None means the default, or the principal's only one.
+    def text_model(self, name: str | None, principal: Principal) -> tuple[str, TextModel]:
+        """(name, model); None means the only one of the principal. Raises RequestError.
 
-        ``key`` as for ``Traffic.chosen``. Raises RequestError. For a client's request ask its call.
+        For a client's request ask its call, which knows aliases.
         """
-        alias = DEFAULT_ALIAS if name is None else name
-        if self.traffic is not None and alias in self.traffic.aliases:
-            name = self.traffic.chosen(alias, key, self.models_for(principal)) or name
         if name is None:
             mine = self.models_for(principal)
             if len(mine) != 1:

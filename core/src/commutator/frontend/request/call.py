@@ -246,29 +246,39 @@ class Call(ABC):
         """(name, model) that serve a request for ``name``; None: it names no model.
 
         ``session_id`` as for ``caller``: a session keeps its model. The same for the whole request,
-        unless it ``falls_back``. Raises RequestError.
+        unless another one takes over (``serve``). Raises RequestError.
         """
         services, alias = self.services, DEFAULT_ALIAS if name is None else name
         if (found := self._serving.get(alias)) is None:
-            key = ""
-            if alias in services.aliases:
+            if services.traffic is not None and alias in services.traffic.aliases:
                 self.alias = alias
                 key = session_id or self.caller().session_id or self.request_id
-            found = services.text_model(name, self.principal, key)
-            self._serving[alias] = found
+                usable = services.models_for(self.principal)
+                name = services.traffic.chosen(alias, key, usable) or name
+            found = self._serving[alias] = services.text_model(name, self.principal)
         return found
 
-    def falls_back(self, error: CommutatorError) -> bool:
+    async def serve(self, name: str | None, attempt: Callable[[str, TextModel], Awaitable[T]]) -> T:
+        """What ``attempt`` makes of the ``text_model`` of ``name``, or of one that takes over."""
+        while True:
+            self.model, text = self.text_model(name)
+            try:
+                return await attempt(self.model, text)
+            except CommutatorError as error:
+                if not self._falls_back(error):
+                    raise
+
+    def _falls_back(self, error: CommutatorError) -> bool:
         """Whether ``text_model`` names another model now, to serve what ended with ``error``."""
-        services, alias = self.services, self.alias
-        if alias is None or services.traffic is None or alias not in services.aliases:
+        services, alias, traffic = self.services, self.alias, self.services.traffic
+        if alias is None or traffic is None or alias not in traffic.aliases:
             return False
         if self.begun or self.answering:
             return False
         before, _ = self._serving[alias]
         self._tried.append(before)
         usable = services.models_for(self.principal)
-        if (other := services.traffic.after(alias, self._tried, error, usable)) is None:
+        if (other := traffic.after(alias, self._tried, error, usable)) is None:
             return False
         self._serving[alias] = other.model, services.models[other.model]
         told = self.answer_headers.get(FALLBACK_HEADER)

@@ -8,13 +8,14 @@ from functools import partial
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish, PromptLogprobs
 from commutator.contract.conversation import Generate
 from commutator.contract.request import Caller
-from commutator.errors import CommutatorError, RequestError
+from commutator.errors import RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.request.call import Call
 from commutator.frontend.request.conversation import NOT_SERVED
 from commutator.frontend.request.generation import Generation, Plan
 from commutator.frontend.request.planning import Target, make_plan
 from commutator.frontend.work import WorkPool
+from commutator.tokenizer.text_model import TextModel
 
 _INLINE_BYTES = 1 << 20
 _INLINE_LOGPROBS = 32
@@ -50,12 +51,8 @@ async def answer(
     call.user = asked.user
     sender = call.caller(asked.user, asked.session_id)
     async with call.services.limiter.of(sender):
-        while True:
-            try:
-                return await _answer(call, asked, make_writer, limit, written, sender)
-            except CommutatorError as error:
-                if not call.falls_back(error):
-                    raise
+        attempt = partial(_answer, call, asked, make_writer, limit, written, sender)
+        await call.serve(asked.model, attempt)
 
 
 async def _answer(
@@ -65,11 +62,11 @@ async def _answer(
     limit: TimeLimit,
     written: Callable[[], Awaitable[None]],
     sender: Caller,
+    name: str,
+    text: TextModel,
 ) -> None:
     """Have the model answer that is to serve the request now."""
     services = call.services
-    name, text = call.text_model(asked.model)
-    call.model = name
     target = Target(
         model=name,
         text=text,

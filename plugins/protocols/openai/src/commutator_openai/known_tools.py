@@ -117,7 +117,7 @@ def _without_tools(body: bytes) -> tuple[dict[str, msgspec.Raw], bytes] | None:
     try:
         fields = _fields.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # whoever reads the whole says what is wrong
+        return None  # the error comes from reading the whole body
     tools = fields.pop("tools", None)
     if tools is None or len(tools) < _SHORTEST:
         return None

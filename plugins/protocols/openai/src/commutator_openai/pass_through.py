@@ -19,7 +19,7 @@ from attrs import frozen
 from commutator import GenerateRequest, SamplingParams
 from commutator.contract.answer import Failure
 from commutator.contract.principal import ANONYMOUS, Principal
-from commutator.errors import CommutatorError, EngineError, RequestError
+from commutator.errors import EngineError, RequestError
 from commutator.frontend import (
     NOT_SERVED,
     Call,
@@ -117,7 +117,7 @@ class PassThrough:
                 code="unsupported_endpoint",
             )
         async with services.limiter.of(call.caller()):
-            await self._pass(call, given, body)
+            await call.serve(given, partial(self._pass, call, body))
 
     async def answered(self, call: Call, refused: RequestError, cls: type[Any]) -> bool:
         """Whether the engine answered, as it may serve what ``refused`` is about.
@@ -140,20 +140,10 @@ class PassThrough:
         if ignored:
             call.answer_headers[IGNORED_HEADER] = ignored_header(ignored)
         async with services.limiter.of(call.caller()):
-            await self._pass(call, given, body)
+            await call.serve(given, partial(self._pass, call, body))
         return True
 
-    async def _pass(self, call: Call, given: str | None, body: dict[str, Any]) -> None:
-        """``_pass_to`` the model that ``given`` stands for, or others that take its place."""
-        while True:
-            call.model, _ = call.text_model(given)
-            try:
-                return await self._pass_to(call, call.model, body)
-            except CommutatorError as error:
-                if not call.falls_back(error):
-                    raise
-
-    async def _pass_to(self, call: Call, model: str, body: dict[str, Any]) -> None:
+    async def _pass(self, call: Call, body: dict[str, Any], model: str, _: TextModel) -> None:
         """The worker's answer, unchanged, to the request as far as its principal has the right."""
         services = call.services
         check = partial(check_media, body, self.media_hosts)

@@ -17,8 +17,9 @@ from attrs import field, frozen
 from tokenizers import Encoding, Tokenizer
 
 from commutator import EngineInfo, GenerateRequest, Operation, Pooling, SamplingParams
-from commutator.errors import CommutatorError, EngineError, RequestError
+from commutator.errors import EngineError, RequestError
 from commutator.frontend import Call, TimeLimit, allowed_priority
+from commutator.tokenizer import TextModel
 from commutator_openai.pass_through import ENDPOINTS
 
 Text = str | Sequence[int] | tuple[str, str]
@@ -157,19 +158,12 @@ async def pool(call: Call, asked: Asked, limit: TimeLimit) -> Pooled:
     call.model, _ = call.text_model(asked.model)
     call.user = asked.user
     async with call.services.limiter.of(call.caller(asked.user)):
-        while True:
-            try:
-                return await _pool(call, asked, limit)
-            except CommutatorError as error:
-                if not call.falls_back(error):
-                    raise
+        return await call.serve(asked.model, partial(_pool, call, asked, limit))
 
 
-async def _pool(call: Call, asked: Asked, limit: TimeLimit) -> Pooled:
+async def _pool(call: Call, asked: Asked, limit: TimeLimit, name: str, text: TextModel) -> Pooled:
     """By the model that is to serve the request now."""
     services = call.services
-    name, text = call.text_model(asked.model)
-    call.model = name
     priority = allowed_priority(call.principal, asked.priority)
     longest = services.max_model_len(name, call.principal)
     inputs: list[_Tokenized] = []
