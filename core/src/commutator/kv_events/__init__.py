@@ -4,6 +4,7 @@ from commutator.kv_events.codec import (
     SEAL_BYTES,
     decode_batch,
     encode_batch,
+    group_fields,
     seal_message,
     unseal_message,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "bind_private",
     "decode_batch",
     "encode_batch",
+    "group_fields",
     "seal_message",
     "unseal_message",
 ]

@@ -79,6 +79,19 @@ def decode_batch(body: bytes) -> EventBatch:
     return EventBatch(timestamp_s=time_s, events=tuple(events), data_parallel_rank=rank)
 
 
+def group_fields(event: BlockStored) -> dict[str, Any]:
+    """The fields by which vLLM names the group of layers that blocks belong to, and its kind."""
+    if event.group is None:
+        return {}
+    windowed = _CHUNKED if event.chunked else "sliding_window"
+    other = windowed if event.window else "mamba"
+    return {
+        "group_idx": event.group,
+        "kv_cache_spec_kind": "full_attention" if event.keeps_prefix else other,
+        "kv_cache_spec_sliding_window": event.window or None,
+    }
+
+
 def _to_map(event: KvEvent) -> dict[str, Any]:
     match event:
         case BlockStored():
@@ -94,13 +107,7 @@ def _to_map(event: KvEvent) -> dict[str, Any]:
                 stored["lora_name"] = event.adapter
             if event.cache_salt is not None:
                 stored["cache_salt"] = event.cache_salt
-            if event.group is not None:
-                windowed = _CHUNKED if event.chunked else "sliding_window"
-                other = windowed if event.window else "mamba"
-                stored["group_idx"] = event.group
-                stored["kv_cache_spec_kind"] = "full_attention" if event.keeps_prefix else other
-                stored["kv_cache_spec_sliding_window"] = event.window or None
-            return stored
+            return stored | group_fields(event)
         case BlockRemoved():
             gone = {"block_hashes": event.block_hashes, "medium": event.medium}
             named = {} if event.group is None else {"group_idx": event.group}

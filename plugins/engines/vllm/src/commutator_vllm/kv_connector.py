@@ -37,6 +37,7 @@ from commutator.contract.block import (
     cache_level,
 )
 from commutator.errors import ConfigError, TransferError
+from commutator.kv_events import group_fields
 from commutator_engine_kit.connector_worker import cuda_fence, no_fence
 from commutator_engine_kit.kv import KvConnector
 from commutator_engine_kit.model_identity import model_facts, served_identity
@@ -268,6 +269,7 @@ def _check(config: Any, kv_cache_config: Any, tiers: Any, unknown: list[str]) ->
 
 def _event(event: KvEvent) -> Any:
     if isinstance(event, BlockStored):
+        has_kinds = "kv_cache_spec_kind" in VllmStored.__struct_fields__  # not in older versions
         salted = None if event.cache_salt is None else (event.cache_salt,)
         return VllmStored(
             block_hashes=list(event.block_hashes),
@@ -278,23 +280,10 @@ def _event(event: KvEvent) -> Any:
             medium=event.medium,
             lora_name=event.adapter,
             extra_keys=None if salted is None else [salted] * len(event.block_hashes),
-            **_kind(event),
+            **(group_fields(event) if has_kinds else {}),
         )
     assert isinstance(event, BlockRemoved)
     return VllmRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
-
-
-def _kind(event: BlockStored) -> dict[str, Any]:
-    if event.group is None or "kv_cache_spec_kind" not in VllmStored.__struct_fields__:
-        return {}
-    windowed = "chunked_local_attention" if event.chunked else "sliding_window"
-    return {
-        "group_idx": event.group,
-        "kv_cache_spec_kind": "full_attention"
-        if event.keeps_prefix
-        else (windowed if event.window else "mamba"),
-        "kv_cache_spec_sliding_window": event.window or None,
-    }
 
 
 def cache_identity(config: Any, layout: str, block_size: int) -> CacheIdentity:
