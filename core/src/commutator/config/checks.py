@@ -173,27 +173,21 @@ def moved_problems(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield path + key, message
 
 
-def limit_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """(path, message) if principals have limits that nothing counts."""
-    if config.limiter.kind != "unlimited":
-        return
+def config_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """(path, message) for limits that nothing counts, and traffic that does not fit the models."""
     limited = [
         f"{path}.limits"
         for number, entry in enumerate(config.auth)
         for path, principal in parts_of(entry, PrincipalConfig, f"auth[{number}]")
         if principal.limits.are_counted
     ]
-    if limited:
+    if limited and config.limiter.kind == "unlimited":
         others = f", nor those of {len(limited) - 1} more" if len(limited) > 1 else ""
         problem = (
             f'the limiter "unlimited" does not count these limits{others}; pip install '
             "commutator-limits, or remove them"
         )
         yield limited[0], problem
-
-
-def traffic_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """(path, message) where the section `traffic` does not fit the models."""
     if config.traffic is not None:
         for path, problem in config.traffic.problems([model.name for model in config.models]):
             yield f"traffic.{path}", problem

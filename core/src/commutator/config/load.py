@@ -12,12 +12,11 @@ from typing import Any
 from attrs import Factory, evolve, field, frozen
 
 from commutator.config.checks import (
+    config_problems,
     cross_problems,
     fill_in,
     fill_in_cluster,
-    limit_problems,
     moved_problems,
-    traffic_problems,
 )
 from commutator.config.doors import port_steps, short_path
 from commutator.config.kinds import (
@@ -178,8 +177,7 @@ def build_config(
     except StructureError as error:
         found += error.problems
     else:
-        found += limit_problems(config)
-        found += traffic_problems(config)
+        found += config_problems(config)
     found += cross_problems(data, host)
     found += _variables(written)
     found = [(path, with_place(path, text, host)) for path, text in found]

@@ -20,12 +20,7 @@ from commutator.contract.block import (
 )
 from commutator.contract.routing import Overlap, WorkerRank, on_device
 from commutator.routing.prefix_index.hashing import chain_hashes, hash_root, local_block_hashes
-from commutator.routing.prefix_index.prefix_map import (
-    LayerGroup,
-    PrefixMap,
-    PrefixMatch,
-    slots_of,
-)
+from commutator.routing.prefix_index.prefix_map import LayerGroup, PrefixMap, PrefixMatch, slots_of
 
 _MAX_MEMBER_SETS = 1024
 _MOST_BLOCK_TOKENS = 1 << 14

@@ -79,11 +79,9 @@ class TableConfig(TrafficConfig):
         """Aliases of models that are not served."""
         known = ", ".join(sorted(models))
         for name, alias in self.aliases.items():
-            for model in alias.models:
+            named = [(f"models.{model}", model) for model in alias.models]
+            named += [(f"fall_back[{n}].model", one.model) for n, one in enumerate(alias.fall_back)]
+            for path, model in named:
                 if model not in models:
                     text = f'no model is named "{model}"; known models: {known}'
-                    yield f"aliases.{name}.models.{model}", text
-            for number, one in enumerate(alias.fall_back):
-                if one.model not in models:
-                    text = f'no model is named "{one.model}"; known models: {known}'
-                    yield f"aliases.{name}.fall_back[{number}].model", text
+                    yield f"aliases.{name}.{path}", text
