@@ -9,7 +9,7 @@ from attrs import frozen
 FAR = 4.0
 """An outlier takes this many times as long as the target."""
 FEW = 8
-"""So many of them within ``_TOGETHER_S`` are demand; fewer are outliers."""
+"""From this many of them within ``_TOGETHER_S`` on, they are demand, and no outliers."""
 _TOGETHER_S = 600.0
 _REMEMBERED_S = 3600.0
 _LEVEL_S = 60.0
@@ -43,10 +43,10 @@ class Outliers:
 
         ``prompt_tokens``: of all; ``longest``: tokens that a worker computes within the target.
         """
-        number = sum(n for bucket, n in lengths.items() if bucket > FAR * longest)
-        tokens = sum(bucket * n for bucket, n in lengths.items() if bucket > FAR * longest)
+        far = {bucket: n for bucket, n in lengths.items() if bucket > FAR * longest}
         windows = self.windows
-        if number:
+        if number := sum(far.values()):
+            tokens = sum(bucket * n for bucket, n in far.items())
             windows = (*windows, _Window(time_s, number, min(tokens, prompt_tokens)))
         kept: list[_Window] = []
         found = 0

@@ -305,9 +305,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
         forecast, span_s = one.forecast, sum(window.span_s for window in windows)
         # The level of less time varies too much by chance.
         if self._growth is not None and span_s >= _LEVEL_S / 2:
-            level = sum(window.work_s(speed.performance) for window in windows) / span_s
-            excess = outliers.excess_per_s(longest)
-            level += speed.performance.work_s(excess, 0.0)
+            level = self._work(windows, span_s, outliers, speed.performance)
             forecast = self._growth.update(forecast, seen.time_s, level, self._lead_s(state))
         kept = math.exp(-seen.window_s / _SHAPE_S)
         lengths = {
@@ -327,6 +325,18 @@ class Pipeline(PlannerPolicy[PipelineState]):
             gaps_squared_s2=one.gaps_squared_s2 * kept + arrived.gaps_squared_s2,
             forecast=forecast,
         )
+
+    def _work(
+        self,
+        windows: Sequence[_Window],
+        span_s: float,
+        outliers: Outliers,
+        performance: EnginePerformance,
+    ) -> float:
+        """Seconds of a worker's work that came in a second, with the share of rare prompts."""
+        excess = outliers.excess_per_s(self._longest(performance))
+        usual = sum(window.work_s(performance) for window in windows) / span_s
+        return usual + performance.work_s(excess, 0.0)
 
     def _longest(self, performance: EnginePerformance) -> float:
         """Tokens of the longest prompt that a worker computes within the target."""
@@ -405,10 +415,8 @@ class Pipeline(PlannerPolicy[PipelineState]):
     def _outliers_of(self, state: PipelineState) -> Iterator[str]:
         """Warnings, of the plan after which such a prompt came only."""
         for role, one in state.roles.items():
-            performance = one.speed.performance
-            longest = self._longest(performance)
-            excess = one.outliers.excess(longest)
-            if excess:
+            longest = self._longest(one.speed.performance)
+            if one.outliers.excess(longest):
                 yield (
                     f"{role}: ttft_s {self._config.targets.ttft_s:g} cannot be reached for prompts "
                     f"over {math.floor(longest):,} tokens, by any number of workers: one came, and "
@@ -440,9 +448,7 @@ class Pipeline(PlannerPolicy[PipelineState]):
         usual_s = performance.work_s(usual / total if total else 0.0, answers)
         if not usual_s:
             return requests / span_s
-        work = sum(window.work_s(performance) for window in one.windows) / span_s
-        excess = one.outliers.excess_per_s(self._longest(performance))
-        return (work + performance.work_s(excess, 0.0)) / usual_s
+        return self._work(one.windows, span_s, one.outliers, performance) / usual_s
 
     def _cautiously(self, state: PipelineState, situation: Situation) -> Situation:
         """The same with as much more demand as the arrivals that were counted vary by chance."""
