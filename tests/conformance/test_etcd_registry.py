@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aetcd import rpc
 from tests.support.etcd import EtcdServer, fresh_cluster
+from tests.support.registries import announce_to_another_process, list_more_than_fit_on_a_page
 
 from commutator.contract.registry import Registry, WorkerDown, WorkerUp
 from commutator.errors import NameTakenError, RegistryError
@@ -68,37 +69,15 @@ class TestEtcd(RegistryContract):
 
 async def test_two_processes_share_what_one_of_them_announces(etcd: EtcdServer) -> None:
     cluster = fresh_cluster()
-    async with (
-        opened(etcd, cluster) as one,
-        opened(etcd, cluster) as other,
-        watching(other) as watcher,
-    ):
-        assert await watcher.next() == []
-        lease = await one.register(make_worker("a-0", instance="i"), 60.0)
-        up = WorkerUp(record=make_worker("a-0", instance="i"))
-        assert await watcher.next() == [up]
-        with pytest.raises(NameTakenError, match="host h1"):
-            await other.register(make_worker("a-0", 2, instance="j"), 1.0)
-        assert await other.set_draining("a-0", True)
-        (drained,) = await watcher.next()
-        assert isinstance(drained, WorkerUp)
-        assert drained.record.draining
-        await one.deregister(lease, "stopped")
-        assert await watcher.next() == [WorkerDown(worker_id="a-0", reason="stopped")]
+    async with opened(etcd, cluster) as one, opened(etcd, cluster) as other:
+        await announce_to_another_process(one, other, "a-0")
     async with opened(etcd, fresh_cluster()) as stranger, watching(stranger) as watcher:
         assert await watcher.next() == [], "another cluster's workers are not seen"
 
 
 async def test_more_workers_than_fit_on_a_page_are_listed(etcd: EtcdServer) -> None:
-    cluster = fresh_cluster()
-    names = [f"w-{number}" for number in range(620)]
-    async with opened(etcd, cluster) as registry:
-        for start in range(0, len(names), 62):
-            some = names[start : start + 62]
-            await asyncio.gather(*(registry.register(make_worker(name), 60.0) for name in some))
-        async with watching(registry) as watcher:
-            listed = await watcher.next()
-            assert {up.record.worker_id for up in listed if isinstance(up, WorkerUp)} == set(names)
+    async with opened(etcd, fresh_cluster()) as registry:
+        await list_more_than_fit_on_a_page(registry)
 
 
 @pytest.mark.security

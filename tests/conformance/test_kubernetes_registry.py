@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.registries import announce_to_another_process, list_more_than_fit_on_a_page
 
 from commutator.contract.registry import Registry, WorkerDown, WorkerUp
 from commutator.errors import NameTakenError, RegistryError
@@ -23,11 +24,16 @@ MEMBERS = "/apis/commutator.dev/v1alpha1/namespaces/default/commutatormembers"
 
 @asynccontextmanager
 async def opened(
-    api: FakeKubernetes, folder: Path, *, lease_s: float = 1.0, call_timeout_s: float = 0.5
+    api: FakeKubernetes,
+    folder: Path,
+    *,
+    cluster: str = "c",
+    lease_s: float = 1.0,
+    call_timeout_s: float = 0.5,
 ) -> AsyncIterator[KubernetesRegistry]:
     config = KubernetesRegistryConfig(
         kind="kubernetes",
-        cluster="c",
+        cluster=cluster,
         kubeconfig=api.kubeconfig(folder),
         lease_s=lease_s,
         call_timeout_s=call_timeout_s,
@@ -37,6 +43,19 @@ async def opened(
         yield registry
     finally:
         await registry.close()
+
+
+@asynccontextmanager
+async def two_processes(
+    folder: Path,
+) -> AsyncIterator[tuple[FakeKubernetes, KubernetesRegistry, KubernetesRegistry]]:
+    """An API server, and the registries of two processes that share it."""
+    async with (
+        FakeKubernetes() as api,
+        opened(api, folder) as one,
+        opened(api, folder) as other,
+    ):
+        yield api, one, other
 
 
 class TestKubernetes(RegistryContract):
@@ -64,33 +83,16 @@ class TestKubernetes(RegistryContract):
 
 
 async def test_processes_share_what_one_announces_and_clusters_do_not(tmp_path: Path) -> None:
-    async with (
-        FakeKubernetes() as api,
-        opened(api, tmp_path) as one,
-        opened(api, tmp_path) as other,
-        watching(other) as watcher,
-    ):
-        assert await watcher.next() == []
-        lease = await one.register(make_worker("A_0", instance="i"), 60.0)
-        assert await watcher.next() == [WorkerUp(record=make_worker("A_0", instance="i"))]
-        with pytest.raises(NameTakenError, match="host h1"):
-            await other.register(make_worker("A_0", 2, instance="j"), 1.0)
-        assert await other.set_draining("A_0", True)
-        (drained,) = await watcher.next()
-        assert isinstance(drained, WorkerUp)
-        assert drained.record.draining
-        await one.deregister(lease, "stopped")
-        assert await watcher.next() == [WorkerDown(worker_id="A_0", reason="stopped")]
+    async with two_processes(tmp_path) as (api, one, other):
+        await announce_to_another_process(one, other, "A_0")
+        await one.register(make_worker("a-1"), 60.0)
+        async with opened(api, tmp_path, cluster="d") as stranger, watching(stranger) as watcher:
+            assert await watcher.next() == []
 
 
 async def test_workers_of_a_process_that_ends_without_a_word_lapse(tmp_path: Path) -> None:
     """One that was only paused comes back under the same name, with its lease."""
-    async with (
-        FakeKubernetes() as api,
-        opened(api, tmp_path) as one,
-        opened(api, tmp_path) as other,
-        watching(other) as watcher,
-    ):
+    async with two_processes(tmp_path) as (_, one, other), watching(other) as watcher:
         await watcher.next()
         lease = await one.register(make_worker("a-0"), 1.0)
         assert await watcher.next() == [WorkerUp(record=make_worker("a-0"))]
@@ -113,12 +115,7 @@ async def test_a_renewal_serves_all_workers_of_a_process(tmp_path: Path) -> None
 
 async def test_a_server_that_was_away_removes_nobody_when_it_is_back(tmp_path: Path) -> None:
     """For longer than a lease lasts: nobody could renew, and nobody could see."""
-    async with (
-        FakeKubernetes() as api,
-        opened(api, tmp_path) as one,
-        opened(api, tmp_path) as other,
-        watching(other) as watcher,
-    ):
+    async with two_processes(tmp_path) as (api, one, other), watching(other) as watcher:
         await watcher.next()
         lease = await one.register(make_worker("a-0"), 1.0)
         await watcher.next()
@@ -186,25 +183,15 @@ async def test_an_object_deleted_by_hand_ends_the_lease(tmp_path: Path) -> None:
 
 
 async def test_more_workers_than_fit_on_a_page_are_listed(tmp_path: Path) -> None:
-    names = [f"w-{number}" for number in range(620)]
     async with FakeKubernetes() as api, opened(api, tmp_path, call_timeout_s=10.0) as registry:
-        for start in range(0, len(names), 62):
-            some = names[start : start + 62]
-            await asyncio.gather(*(registry.register(make_worker(name), 60.0) for name in some))
-        async with watching(registry) as watcher:
-            listed = await watcher.next()
-            assert {up.record.worker_id for up in listed if isinstance(up, WorkerUp)} == set(names)
+        await list_more_than_fit_on_a_page(registry)
 
 
 @pytest.mark.security
 async def test_who_does_not_know_the_secret_announces_and_drains_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with (
-        FakeKubernetes() as api,
-        opened(api, tmp_path) as mine,
-        opened(api, tmp_path) as foreign,
-    ):
+    async with two_processes(tmp_path) as (api, mine, foreign):
         with adopt(RunSecret.new()):
             await foreign.register(make_worker("theirs"), 60.0)
         with adopt(RunSecret.new()):

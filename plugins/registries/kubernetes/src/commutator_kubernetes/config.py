@@ -12,6 +12,10 @@ from commutator import Bounds, NonNegativeInt, PositiveSeconds, setting
 from commutator.contract.launcher import AgentLauncherConfig
 from commutator.contract.registry import RegistryConfig
 
+_NAMESPACE = "By default that of the pod, or of the kubeconfig's context."
+_KUBECONFIG = (
+    "A kubeconfig file; by default a pod's own service account, or else the file that kubectl uses."
+)
 CONTAINER = "agent"
 """The container of a pod that runs an agent."""
 
@@ -35,14 +39,8 @@ class KubernetesRegistryConfig(RegistryConfig):
         "default",
         validator=name_of_cluster,
     )
-    namespace: str | None = setting(
-        "By default that of the pod, or of the kubeconfig's context.", None
-    )
-    kubeconfig: str | None = setting(
-        "A kubeconfig file; by default a pod's own service account, or else the file that kubectl "
-        "uses.",
-        None,
-    )
+    namespace: str | None = setting(_NAMESPACE, None)
+    kubeconfig: str | None = setting(_KUBECONFIG, None)
     lease_s: PositiveSeconds = setting(
         "How long the workers of a process stay known after it has ended without a word. It writes "
         "three times in this time, however many workers it has.",
@@ -130,14 +128,8 @@ class KubernetesLauncherConfig(AgentLauncherConfig):
         "default",
         validator=name_of_cluster,
     )
-    namespace: str | None = setting(
-        "By default that of the pod, or of the kubeconfig's context.", None
-    )
-    kubeconfig: str | None = setting(
-        "A kubeconfig file; by default a pod's own service account, or else the file that kubectl "
-        "uses.",
-        None,
-    )
+    namespace: str | None = setting(_NAMESPACE, None)
+    kubeconfig: str | None = setting(_KUBECONFIG, None)
     image: str = setting("The image of the pods: this version, with the plugins that workers need.")
     service_account: str | None = setting(
         "The service account of the pods; without one they get no token, and cannot use the "
