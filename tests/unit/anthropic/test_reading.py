@@ -176,3 +176,41 @@ _FIELDS = [
 def test_whatever_a_field_holds_is_read_or_refused(fields: dict[str, Any]) -> None:
     with suppress(RequestError):
         assert read(**fields).generate.conversation is not None
+
+
+OF_SERVERS = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "q"}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+]
+
+
+def test_what_the_apis_servers_ran_is_left_out_and_named_or_refused() -> None:
+    talk = [USER, {"role": "assistant", "content": [*OF_SERVERS, {"type": "text", "text": "A."}]}]
+    asked = read(messages=talk)
+    assert asked.ignored == ["messages.1.content.0", "messages.1.content.1"]
+    assert messages(messages=talk)[1] == Message(role="assistant", content="A.")
+    with pytest.raises(RequestError) as caught:
+        read("refuse", messages=talk)
+    assert caught.value.param == "messages.1.content.0"
+    with pytest.raises(RequestError):
+        read(messages=[{"role": "user", "content": OF_SERVERS}])
+
+
+def test_what_a_search_found_is_text() -> None:
+    found = {"type": "search_result", "title": "T", "source": "S",
+             "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}  # fmt: skip
+    (said,) = messages(messages=[{"role": "user", "content": [found]}])
+    assert said.content == "T\nS\na\nb"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [found]}
+    (said,) = messages(messages=[{"role": "user", "content": [result]}])
+    assert said.content == [ToolResult(call_id="1", parts=[Text("T\nS\na\nb")])]
+    with pytest.raises(RequestError) as caught:
+        read(messages=[{"role": "user", "content": [{**found, "source": None}]}])
+    assert caught.value.param == "messages.0.content.0.source"
+
+
+@pytest.mark.parametrize("name", ["a b", "", "x" * 129, "é"])
+def test_names_of_tools_are_checked(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(tools=[{**TOOL, "name": name}])
+    assert caught.value.param == "tools.0.name"

@@ -291,3 +291,33 @@ async def test_what_openai_clients_send_back_is_accepted() -> None:
             user="ann",
         )
     assert status == 200
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"content": None, "refusal": "No."},
+        {"content": "", "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": [{"type": "refusal", "refusal": "No.", "zzz": 1}]},
+    ],
+)
+async def test_an_earlier_refusal_is_what_the_assistant_said(refused: dict[str, Any]) -> None:
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        for said in ({"content": "No."}, refused):
+            user = {"role": "user", "content": "Hi"}
+            messages = [user, {"role": "assistant", **said}, user]
+            assert (await door.chat(messages=messages))[0] == 200
+    plain, other = dispatcher.requests
+    assert plain.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("kind", ["text", "refusal"])
+async def test_a_part_without_its_text_is_refused(kind: str) -> None:
+    async with front_door(FakeDispatcher()) as door:
+        messages = [{"role": "user", "content": [{"type": kind}]}]
+        status, body = await door.chat(messages=messages)
+    param = f"messages[0].content[0].{kind}"
+    assert (status, body["error"]["param"]) == (400, param)
+    assert body["error"]["code"] == "missing_required_parameter"

@@ -57,6 +57,16 @@ def test_arguments_are_what_the_template_wants(source: str, arguments: Any) -> N
     assert 'add{"a": "é"}' in template.render([message])
 
 
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_arguments_that_nest_too_deeply_stay_text(depth: int) -> None:
+    """Whoever wrote them: a conversation may have begun elsewhere."""
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    called = ToolCall(id="1", name="add", arguments=arguments)
+    template = ChatTemplate(OBJECTS, {})
+    (message,) = messages_of([Message(role="assistant", content=[called])], template)
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_a_template_that_asks_whether_there_is_text_gets_none() -> None:
     source = OBJECTS.replace("{{ m.content }}", "{{ m.content if m.content is not none }}")
     calls = "(m.tool_calls if m.content is none else [])"

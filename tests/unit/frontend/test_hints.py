@@ -76,6 +76,26 @@ async def test_values_that_mean_off_are_always_fine(strict: bool) -> None:
         assert "X-Commutator-Ignored" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", {"a": 1}),
+        ("metadata", {str(number): "" for number in range(17)}),
+        ("metadata", ["a"]),
+        ("service_tier", "gold"),
+        ("verbosity", "endless"),
+        ("reasoning_effort", "extra_high"),
+    ],
+)
+async def test_a_wrong_value_is_refused_even_where_it_had_no_effect(name: str, value: Any) -> None:
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        status, body = await door.chat(**{name: value})
+    error = body["error"]
+    assert (status, error["param"], error["code"]) == (400, name, "invalid_value")
+    assert not dispatcher.requests
+
+
 async def test_several_hints_are_named_together() -> None:
     async with front_door(FakeDispatcher()) as door:
         sent: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "service_tier": "flex"}

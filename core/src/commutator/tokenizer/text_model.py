@@ -95,7 +95,7 @@ class CallHistory:
             return text
         try:
             value = json.loads(text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
         return value if isinstance(value, dict) else text
 

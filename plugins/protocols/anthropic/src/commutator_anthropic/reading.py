@@ -35,6 +35,7 @@ from commutator_openai.values import (
     optional,
     required,
     shown,
+    tool_name,
     without_nulls,
     wrong,
 )
@@ -114,9 +115,15 @@ def read_conversation(
     listed = optional(given, "tools", list, "a list of tools") or []
     system = _system(given.get("system"), _last_mark(listed, "tools"))
     entries = required(given, "messages", list, "a list of messages")
-    messages = [one for i, entry in enumerate(entries) for one in _messages(entry, i)]
+    messages: list[Message] = []
+    for i, entry in enumerate(entries):
+        of_servers: list[str] = []
+        messages += _messages(entry, i, of_servers)
+        if of_servers and server_tools == "refuse":
+            raise not_served(of_servers[0], "only what the client ran itself is served")
+        ignored += of_servers
     if not messages:
-        raise wrong("messages", "expected at least one message")
+        raise wrong("messages", "expected at least one message that says something")
     tools, left_out = _tools(listed, server_tools)
     if left_out:
         ignored.append("tools")
@@ -150,8 +157,11 @@ def _system(value: Any, of_tools: KvRetention | None) -> list[Message]:
     return [Message(role="system", content=said, retention=mark)] if said else []
 
 
-def _messages(entry: Any, place: int) -> Iterator[Message]:
-    """The messages that one of the API's becomes: each result of a tool speaks for itself."""
+def _messages(entry: Any, place: int, of_servers: list[str]) -> Iterator[Message]:
+    """The messages that one of the API's becomes: each result of a tool speaks for itself.
+
+    The paths of blocks that the API's servers wrote about tools of theirs go to ``of_servers``.
+    """
     path = f"messages.{place}"
     if not isinstance(entry, dict):
         raise wrong(path, f"expected an object, got {shown(entry)}")
@@ -166,6 +176,9 @@ def _messages(entry: Any, place: int) -> Iterator[Message]:
     of_results: list[Part] = []
     mark: KvRetention | None = None
     for i, block in enumerate(_list(content, f"{path}.content")):
+        if role == "assistant" and _is_of_servers(block):
+            of_servers.append(f"{path}.content.{i}")
+            continue
         part = _part(block, speaker, f"{path}.content.{i}")
         if isinstance(part, ToolResult):
             pictures = [one for one in part.parts if isinstance(one, Media)]
@@ -188,6 +201,14 @@ def _messages(entry: Any, place: int) -> Iterator[Message]:
         yield Message(role=speaker, content=parts, retention=mark)
 
 
+def _is_of_servers(block: Any) -> bool:
+    """Whether it tells of a tool that the API's servers ran, as in conversations begun there."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and (
+        kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result")
+    )
+
+
 def _part(block: Any, role: Speaker, path: str) -> Part | None:
     """None: of no use to a model."""
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):
@@ -197,6 +218,11 @@ def _part(block: Any, role: Speaker, path: str) -> Part | None:
             return Text(_text_of(block, path))
         case "image" | "document" as kind if role != "assistant":
             return _media(block, kind, path)
+        case "search_result" if role == "user":
+            found = [required(block, key, str, "a string", path) for key in ("title", "source")]
+            texts = _list(block.get("content"), f"{path}.content")
+            found += [_text_of(one, f"{path}.content.{i}") for i, one in enumerate(texts)]
+            return Text("\n".join(found))
         case "tool_use" if role == "assistant":
             name = required(block, "name", str, "the tool's name", path)
             arguments = block.get("input") or {}
@@ -326,7 +352,7 @@ def _tools(
         schema = entry.get("input_schema")
         if schema is not None and not isinstance(schema, dict):
             raise wrong(f"{path}.input_schema", f"expected an object, got {shown(schema)}")
-        name = required(entry, "name", str, "the tool's name", path)
+        name = tool_name(entry, path)
         if any(name == tool.name for tool in tools):
             raise wrong(f"{path}.name", f'"{name}" is there twice; names of tools are unique')
         tools.append(

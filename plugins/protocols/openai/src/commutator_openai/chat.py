@@ -215,7 +215,7 @@ def _echoed(messages: Sequence[ChatMessage]) -> str:
         return ""
     if isinstance(last.content, str):
         return last.content
-    return "\n".join(part.text for part in last.content)
+    return "\n".join(part.text or part.refusal or "" for part in last.content)
 
 
 class _WrongSomewhereError(Exception):
@@ -474,7 +474,7 @@ def _choice(body: ChatRequest, tools: list[Tool]) -> tuple[ToolChoice, list[Tool
 def _message(number: int, message: ChatMessage) -> Message:
     content = message.content
     thought = message.reasoning_content or message.reasoning
-    more = thought or message.tool_calls or message.role == "tool"
+    more = thought or message.tool_calls or message.role == "tool" or message.refusal
     return Message(
         role=message.role,
         content=content if isinstance(content, str) and not more else _parts(number, message),
@@ -486,8 +486,11 @@ def _message(number: int, message: ChatMessage) -> Message:
 def _parts(number: int, message: ChatMessage) -> Sequence[Part]:
     """Raises RequestError for what a message of its role needs, or must not have."""
     given = message.content
-    texts = [Text(given)] if isinstance(given, str) else [_text(part) for part in given or ()]
     where = f"messages[{number}]"
+    if isinstance(given, str):
+        texts = [Text(given)]
+    else:
+        texts = [_text(part, f"{where}.content[{place}]") for place, part in enumerate(given or ())]
     if message.role == "tool":
         if message.tool_call_id is None:
             raise RequestError(
@@ -508,6 +511,8 @@ def _parts(number: int, message: ChatMessage) -> Sequence[Part]:
                 "missing_required_parameter",
             )
         return texts
+    if message.refusal:
+        texts = [*(one for one in texts if one.text), Text(message.refusal)]
     thought = message.reasoning_content or message.reasoning
     calls = [
         ToolCall(id=one.id, name=one.function.name, arguments=one.function.arguments)
@@ -516,8 +521,12 @@ def _parts(number: int, message: ChatMessage) -> Sequence[Part]:
     return [*([Reasoning(thought)] if thought else ()), *texts, *calls]
 
 
-def _text(part: TextPart) -> Text:
-    return Text(part.text, _retention(part.cache_control))
+def _text(part: TextPart, where: str) -> Text:
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        where = f"{where}.{part.type}"
+        raise RequestError(f"{where}: required, but missing", where, "missing_required_parameter")
+    return Text(text, _retention(part.cache_control))
 
 
 def _retention(mark: CacheControl | None) -> KvRetention | None:

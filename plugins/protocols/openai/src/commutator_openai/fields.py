@@ -18,6 +18,7 @@ from attrs import frozen
 
 from commutator import Bounds, KvRetention, setting
 from commutator.schema import Mismatch, build_converter, json_schema
+from commutator_openai.values import METADATA, TOOL_NAME, TOOL_NAMES, is_metadata
 
 MAX_INT = 2**31 - 1
 MAX_LABEL = 256
@@ -91,6 +92,16 @@ class Hint(Special):
 
     def schema(self, inner: Any) -> dict[str, Any]:
         return {"enum": [*self.words, None]} if self.words else {}
+
+
+@frozen(eq=False)
+class Metadata(Hint):
+    """Texts by name, of the client's own choice."""
+
+    def convert(self, value: Any) -> Any:
+        if value is not None and not is_metadata(value):
+            raise Mismatch(METADATA, value)
+        return value
 
 
 @frozen(eq=False)
@@ -214,20 +225,17 @@ class Tools(Items):
         return super().convert(value)
 
 
-_TOOL_NAME = r"[A-Za-z0-9_.:/\-]{1,128}"
-
-
 @frozen(eq=False)
 class ToolName(Special):
     """The name of a tool."""
 
     def convert(self, value: Any) -> str:
-        if isinstance(value, str) and re.fullmatch(_TOOL_NAME, value):
+        if isinstance(value, str) and re.fullmatch(TOOL_NAME, value):
             return value
-        raise Mismatch("1 to 128 letters, digits, '_', '-', '.', ':' and '/'", value)
+        raise Mismatch(TOOL_NAMES, value)
 
     def schema(self, inner: Any) -> dict[str, Any]:
-        return {"type": "string", "pattern": f"^{_TOOL_NAME}$"}
+        return {"type": "string", "pattern": f"^{TOOL_NAME}$"}
 
 
 @frozen(eq=False)

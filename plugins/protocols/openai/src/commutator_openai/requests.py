@@ -18,6 +18,7 @@ from commutator_openai.fields import (
     Hint,
     Items,
     Label,
+    Metadata,
     Off,
     OneOf,
     PromptList,
@@ -43,6 +44,7 @@ Bias = Annotated[float, Bounds(minimum=-100, maximum=100)]
 TopLogprobs = Annotated[int, Bounds(minimum=0, maximum=20)]
 MAX_NAMED_TOKENS = 128
 """Token ids whose log probabilities may be asked for at each place."""
+_TIERS = ("auto", "default", "flex", "priority", "scale")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -63,8 +65,9 @@ class StreamOptions:
 class TextPart:
     """One part of a message's content."""
 
-    type: Annotated[str, OneOf(("text",), _NO_MEDIA)] = setting("The kind of part.")
-    text: str = setting("The text.")
+    type: Annotated[str, OneOf(("text", "refusal"), _NO_MEDIA)] = setting("The kind of part.")
+    text: str | None = setting("The text.", None)
+    refusal: str | None = setting("The text of a refusal, in an assistant's message.", None)
     cache_control: CacheControl | None = setting("The same as that of the message.", None)
 
 
@@ -126,7 +129,7 @@ class ChatMessage:
     reasoning: str | None = setting("The same, as others call it.", None)
     function_call: Annotated[Any, Off(_REPLACED)] = setting("A function call.", None)
     audio: Annotated[Any, Off(_NO_AUDIO)] = setting("An audio answer.", None)
-    refusal: Annotated[Any, Off("refusals are plain content here")] = setting("A refusal.", None)
+    refusal: str | None = setting("With what an assistant refused: to the model, it said so.", None)
     annotations: Annotated[Any, Off("there is no web search", (None, []))] = setting(
         "Annotations.", None
     )
@@ -172,9 +175,9 @@ class GenerationRequest:
         "By token id, what is added to its logit.", None
     )
     user: Name | None = setting("A label for the log line of this request.", None)
-    service_tier: Annotated[Any, Hint("there is one tier", (None, "auto", "default"))] = setting(
-        "Ignored: there is one tier.", None
-    )
+    service_tier: Annotated[
+        Any, Hint("there is one tier", (None, "auto", "default"), words=_TIERS)
+    ] = setting("Ignored: there is one tier.", None)
 
     top_k: Annotated[int, Bounds(minimum=-1, maximum=MAX_INT)] | None = setting(
         "Keep the k most likely tokens; 0 and -1 keep all.", None
@@ -354,7 +357,13 @@ class ChatRequest(GenerationRequest):
         None,
     )
     verbosity: Annotated[
-        Any, Hint("the length cannot be steered here", (None, "medium"), for_engines=True)
+        Any,
+        Hint(
+            "the length cannot be steered here",
+            (None, "medium"),
+            for_engines=True,
+            words=("low", "medium", "high"),
+        ),
     ] = setting("For engines that know it; others ignore it.", None)
     prediction: Annotated[Any, Hint("predicted outputs are not used")] = setting(
         "Ignored: a predicted answer only saves time.", None
@@ -362,7 +371,7 @@ class ChatRequest(GenerationRequest):
     store: Annotated[Any, Hint("nothing is stored", (None, False))] = setting(
         "Ignored: nothing is stored.", None
     )
-    metadata: Annotated[Any, Hint("nothing is stored", (None, {}))] = setting(
+    metadata: Annotated[Any, Metadata("nothing is stored", (None, {}))] = setting(
         "Ignored: nothing is stored.", None
     )
     web_search_options: Annotated[Any, Off("there is no web search")] = setting(

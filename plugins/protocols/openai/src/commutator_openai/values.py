@@ -5,6 +5,7 @@ For protocols whose clients send many fields, of which few are read: nothing is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -13,8 +14,13 @@ import msgspec
 from commutator.errors import RequestError
 from commutator.frontend import NOT_SERVED
 
+TOOL_NAME = r"[A-Za-z0-9_.:/\-]{1,128}"
+"""What a tool may be called, as a regular expression."""
+TOOL_NAMES = "1 to 128 letters, digits, '_', '-', '.', ':' and '/'"
+"""The same in words."""
 _MAX_INT = 2**63 - 1
 _SHOWN_CHARACTERS = 60
+_MOST_METADATA, _LONGEST_NAME, _LONGEST_TEXT = 16, 64, 512
 
 KindT = TypeVar("KindT")
 
@@ -46,6 +52,14 @@ def required(
     return value
 
 
+def tool_name(values: Mapping[str, Any], path: str) -> str:
+    """The ``name`` of a tool. Raises RequestError."""
+    name = required(values, "name", str, "the tool's name", path)
+    if re.fullmatch(TOOL_NAME, name) is None:
+        raise wrong(_at(path, "name"), f"expected {TOOL_NAMES}, got {shown(name)}")
+    return name
+
+
 def number(values: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
     """A number from ``low`` to ``high``. Raises RequestError."""
     value = values.get(name)
@@ -68,6 +82,19 @@ def integer(
         limits = f" from {low} to {high}" if high < _MAX_INT else limits
         raise wrong(name, f"expected an integer{limits}, got {shown(value)}")
     return value
+
+
+METADATA = "at most 16 strings of at most 512 characters, with names of at most 64"
+
+
+def is_metadata(value: Any) -> bool:
+    """Whether it is what clients may write beside a request, as of ``METADATA``."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MOST_METADATA
+        and all(len(name) <= _LONGEST_NAME for name in value)
+        and all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in value.values())
+    )
 
 
 def object_at(value: Any, path: str) -> dict[str, Any]:

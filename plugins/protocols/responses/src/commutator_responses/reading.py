@@ -16,7 +16,9 @@ from commutator.contract.conversation import Conversation, Generate, Message
 from commutator.contract.request import Constraint
 from commutator.frontend import thinking_variables
 from commutator_openai.values import (
+    METADATA,
     integer,
+    is_metadata,
     not_served,
     number,
     optional,
@@ -30,8 +32,6 @@ from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_NAME = 256
-_MAX_METADATA = 16
-_MAX_METADATA_CHARACTERS = 512
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 _LOGPROBS = "message.output_text.logprobs"
@@ -275,16 +275,8 @@ def _echo(given: Mapping[str, Any], toolbox: Toolbox, user: str | None) -> dict[
 
 def _metadata(given: Mapping[str, Any]) -> dict[str, str]:
     found = optional(given, "metadata", dict, "an object") or {}
-    fits = len(found) <= _MAX_METADATA and all(
-        isinstance(value, str) and len(value) <= _MAX_METADATA_CHARACTERS
-        for value in found.values()
-    )
-    if not fits:
-        raise wrong(
-            "metadata",
-            f"expected at most {_MAX_METADATA} strings of at most {_MAX_METADATA_CHARACTERS} "
-            "characters",
-        )
+    if not is_metadata(found):
+        raise wrong("metadata", f"expected {METADATA}")
     return found
 
 

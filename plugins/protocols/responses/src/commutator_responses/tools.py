@@ -10,7 +10,15 @@ from attrs import field, frozen
 
 from commutator.contract.conversation import Tool, ToolChoice
 from commutator.errors import RequestError
-from commutator_openai.values import not_served, object_at, optional, required, shown, wrong
+from commutator_openai.values import (
+    not_served,
+    object_at,
+    optional,
+    required,
+    shown,
+    tool_name,
+    wrong,
+)
 
 ServerTools = Literal["leave_out", "refuse"]
 """What becomes of tools that OpenAI's servers run."""
@@ -127,7 +135,7 @@ def _tools(entry: Mapping[str, Any], path: str) -> Iterator[tuple[Tool, ToolName
     if entry.get("type") != "namespace":
         yield _tool(entry, path, None)
         return
-    namespace = required(entry, "name", str, "the namespace's name", path)
+    namespace = tool_name(entry, path)
     for number, one in enumerate(required(entry, "tools", list, "a list of tools", path)):
         where = f"{path}.tools.{number}"
         if object_at(one, where).get("type") not in ("function", "custom"):
@@ -137,7 +145,7 @@ def _tools(entry: Mapping[str, Any], path: str) -> Iterator[tuple[Tool, ToolName
 
 
 def _tool(entry: Mapping[str, Any], path: str, namespace: str | None) -> tuple[Tool, ToolName]:
-    name = required(entry, "name", str, "the tool's name", path)
+    name = tool_name(entry, path)
     description = optional(entry, "description", str, "a string", path) or ""
     is_custom = entry["type"] == "custom"
     schema: Mapping[str, Any] = _CUSTOM_SCHEMA
