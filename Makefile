@@ -47,7 +47,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-files test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-canaries test-files test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -135,6 +135,10 @@ test-agents: $(VENV)/.test
 test-clients: $(VENV)/.test vllm
 	$(BIN)/pytest tests/judges/clients --ignore tests/judges/clients/test_agents.py
 	$(BIN)/python scripts/clients_page.py
+
+# Versions that are worse lose their share in time, 100 seeds each; equal ones do not.
+test-canaries: $(VENV)/.test
+	$(BIN)/pytest -s tests/unit/rollout/test_judge.py tests/e2e/test_canaries.py
 
 # Answers that follow 300 schemas; SCHEMAS_ENGINE=vllm or sglang, SCHEMAS_COUNT=30 for other runs.
 test-schemas: $(VENV)/.test

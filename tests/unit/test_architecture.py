@@ -54,7 +54,7 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 # classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
 # fields, and protocols take values out of JSON as OpenAI's does; the gRPC door has the keys of the
 # HTTP door, and serves its own user over HTTP. Operators' commands ask a front door as the
-# console's do.
+# console's do. New versions and new values are judged by the same statistics.
 BUILDS_ON = {
     "commutator_doctor": {"commutator_console"},
     "commutator_grpc": {"commutator_http"},
@@ -64,9 +64,10 @@ BUILDS_ON = {
     "commutator_replay": {"commutator_slo", "commutator_tuning"},
     "commutator_responses": {"commutator_openai"},
     "commutator_responses_nats": {"commutator_nats", "commutator_responses"},
-    "commutator_rollout": {"commutator_console"},
+    "commutator_rollout": {"commutator_console", "commutator_traffic"},
     "commutator_slo": {"commutator_console"},
     "commutator_testing": {"commutator_scaffold"},
+    "commutator_tuning": {"commutator_traffic"},
 }
 OF_CORE = {
     KIT,

@@ -18,6 +18,7 @@ from commutator.contract.planner import PlannerTargets
 from commutator.contract.request import RequestSummary
 from commutator.contract.settings import Tunable
 from commutator.contract.tuning import ArmCounts, Trial, trial_outcome
+from commutator_traffic.statistics import gain_by_chance, pooled_z
 from commutator_tuning.config import TrialsConfig
 from commutator_tuning.tuner import (
     Finding,
@@ -27,8 +28,6 @@ from commutator_tuning.tuner import (
     TuningState,
     TuningStep,
     TuningStepKind,
-    gain_by_chance,
-    pooled_z,
 )
 
 CONFIG = TrialsConfig(mode="act")

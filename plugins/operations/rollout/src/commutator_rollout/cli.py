@@ -276,8 +276,25 @@ def _show_report(report: Mapping[str, Any]) -> None:
             cost += f"; {spare} free GPUs avoid draining first" if spare else ""
         click.echo(f"workers of {row['engine']}: {', '.join(parts)}{cost}")
     for one in report["named_changes"]:
-        why = f": {one['why']}" if one["why"] else ""
-        click.echo(f"beside the file: {one['path']} = {_value(one['value'])}, by {one['who']}{why}")
+        click.echo(_named_line(one))
+
+
+def _named_line(one: Mapping[str, Any]) -> str:
+    why = f": {one['why']}" if one["why"] else ""
+    return f"beside the file: {one['path']} = {_value(one['value'])}, by {one['who']}{why}"
+
+
+def _canary_line(one: Mapping[str, Any]) -> str:
+    text = f"canary {one['model']} of {one['alias']}, {one['share']:.1%}: "
+    if one["verdict"] is not None:
+        return f"{text}{one['verdict']}"
+    if one["serves_for_s"] is None:
+        return text + "gets its share when it is ready"
+    name, nearest = max(one["evidence"].items(), key=lambda item: item[1])
+    return text + (
+        f"judged for {one['serves_for_s']:.0f} of {one['judge_for_s']:.0f} s; {one['requests']}; "
+        f"nearest to a roll back: {name}, {max(0.0, nearest):.0%}"
+    )
 
 
 def _value(value: Any) -> str:
@@ -289,8 +306,10 @@ def _show_status(found: Mapping[str, Any]) -> None:
     click.echo(_headline(found))
     for line in found["waits"]:
         click.echo(f"waits: {line}")
+    for one in found["canaries"]:
+        click.echo(_canary_line(one))
     for one in found["named_changes"]:
-        click.echo(f"beside the file: {one['path']} = {_value(one['value'])}, by {one['who']}")
+        click.echo(_named_line(one))
     if not found["kept_over_restarts"]:
         click.echo("what should run is not kept over a restart; see the log of `commutator serve`")
     rows = [("WORKER", "ENGINE", "STATE", "GENERATION", "AS WANTED")]

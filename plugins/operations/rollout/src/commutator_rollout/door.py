@@ -35,6 +35,7 @@ from commutator.frontend import FrontendServices
 from commutator.frontend.process import parsers_of, text_models, traffic_of
 from commutator.registry.client import connect
 from commutator.registry.hub import connections
+from commutator_rollout.observed import Counter
 from commutator_rollout.plugin import PATH, SERVICE
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ _ANSWER_S = 900.0
 _MEETS_S = 30.0
 """For a connection to workers that the registry has as ready."""
 _LOOK_S = 0.05
+_TELL_S = 1.0
+"""Between two messages of what has ended with versions that are compared."""
 
 
 async def use(services: FrontendServices, file: Path) -> None:
@@ -134,6 +137,8 @@ class _Link:
         self._connection: FrameProtocol | None = None
         self._questions = Questions()
         self._told: asyncio.Queue[tuple[int, list[Any]]] = asyncio.Queue()
+        self._watching: asyncio.Task[None] | None = None
+        """Counts for the judge, while there is something to judge."""
 
     async def run(self) -> None:
         """Stay connected, until cancelled."""
@@ -146,9 +151,11 @@ class _Link:
                     connection.send([SERVICE, "door", self._name])
                     await lost.wait()
                     self._connection = None
+                    self._watch([])
                     self._questions.fail(CommutatorError("the supervisor went away; try again"))
         finally:
             using.cancel()
+            self._watch([])
 
     async def _connect(
         self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
@@ -184,8 +191,27 @@ class _Link:
                     if missing:
                         await asyncio.sleep(_LOOK_S)
 
+    def _watch(self, models: list[str]) -> None:
+        """Tell what becomes of requests for these models from now on, and of no others."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = asyncio.create_task(self._count(models)) if models else None
+
+    async def _count(self, models: list[str]) -> None:
+        counter = Counter(frozenset(models))
+        forget = self._services.dispatcher.observe(counter)
+        try:
+            while True:
+                await asyncio.sleep(_TELL_S)
+                if (seen := counter.take()) and self._connection is not None:
+                    self._connection.send([SERVICE, "seen", seen])
+        finally:
+            forget()
+
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
+            case [_, "watch", list(models)]:
+                self._watch([str(one) for one in models])
             case [_, "use", int(number), list(workers)]:
                 self._told.put_nowait((number, workers))
             case [_, "answer", int(number), value]:

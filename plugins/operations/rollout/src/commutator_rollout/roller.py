@@ -6,7 +6,9 @@ any worker changes, so they know every worker by the time it is announced.
 
     door -> supervisor                                supervisor -> door
     ["rollout", "door", name]                         ["rollout", "use", number, [worker id, ...]]
+                                                      ["rollout", "watch", [model, ...]]
     ["rollout", "used", number, problem | nil]
+    ["rollout", "seen", {model: what ended}]
     ["rollout", "ask", number, question, argument]    ["rollout", "answer", number, value]
                                                       ["rollout", "refused", number, [problem, ...],
                                                         where]
@@ -40,6 +42,7 @@ from commutator.supervisor.fleet import Agent, Fleet, Running
 from commutator.supervisor.preflight import check_machine, fetch_models
 from commutator.supervisor.specs import WorkerSpec
 from commutator.supervisor.supervisor import Supervisor
+from commutator_rollout.canaries import JUDGE, Court, Ran, aliases_of
 from commutator_rollout.changes import Change, changes, doors_are_replaced
 from commutator_rollout.document import (
     NAME,
@@ -52,8 +55,11 @@ from commutator_rollout.document import (
     named_change,
     read,
 )
+from commutator_rollout.judge import Arm, Verdict
+from commutator_rollout.observed import arm
 from commutator_rollout.plugin import SERVICE, RolloutConfig
 from commutator_rollout.steps import Cancel, Drain, Phase, Rules, Start, Steps, Want, Worker, steps
+from commutator_traffic.config import AliasConfig, TableConfig
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +81,9 @@ async def begin(context: SupervisorContext) -> Service:
     """
     supervisor: Supervisor = context.supervisor
     if (reason := _why_not(supervisor)) is not None:
+        for name, alias in aliases_of(supervisor.loaded.config).items():
+            if alias.canary is not None:
+                log.warning("traffic.aliases.%s.canary is judged by nobody: %s", name, reason)
         return _Refusing(reason)
     roller = _Roller(supervisor, context.registry)
     await roller.take_up()
@@ -117,7 +126,7 @@ class _Refusing(Service):
         self._reason = reason
 
     def connected(self, connection: Connection) -> Receiver:
-        return _Door(connection, self._answer, lambda _: None)
+        return _Door(connection, self._answer, lambda _: None, lambda _: None)
 
     async def _answer(self, question: str, argument: Any) -> Any:
         del question, argument
@@ -135,10 +144,12 @@ class _Door(Receiver):
         connection: Connection,
         answer: Callable[[str, Any], Awaitable[Any]],
         changed: Callable[[_Door], None],
+        seen: Callable[[Mapping[str, Arm]], None],
     ) -> None:
         self._send = connection.send
         self._answer = answer
         self._changed = changed
+        self._seen = seen
         self._tasks: set[asyncio.Task[None]] = set()
         self.name = ""
         """Empty until it has said it."""
@@ -156,6 +167,8 @@ class _Door(Receiver):
             case [_, "used", int(number), str() | None as problem]:
                 self.used, self.problem = number, problem
                 self._changed(self)
+            case [_, "seen", dict() as arms]:
+                self._seen({str(model): arm(packed) for model, packed in arms.items()})
             case [_, "ask", int(number), str(question), argument]:
                 task = asyncio.create_task(self._ask(number, question, argument))
                 self._tasks.add(task)
@@ -170,6 +183,10 @@ class _Door(Receiver):
     def tell(self, number: int, workers: Sequence[str] = ()) -> None:
         """Have it serve by what was written, and say so once it is connected to ``workers``."""
         self._send([SERVICE, "use", number, list(workers)])
+
+    def watch(self, models: Sequence[str]) -> None:
+        """Have it tell what becomes of requests for ``models``, and of no others."""
+        self._send([SERVICE, "watch", list(models)])
 
     async def _ask(self, number: int, question: str, argument: Any) -> None:
         try:
@@ -235,6 +252,12 @@ class _Roller(Service):
         """The generation of which the workers are being, or have been, started."""
         self._doors_config: Config = supervisor.loaded.config
         """What the processes of the front doors were started with."""
+        self._wanted: Loaded = supervisor.loaded
+        """What the generation says that was begun. Until it is complete, its new canaries get no
+        requests."""
+        self._held: set[str] = set()
+        """The aliases of those canaries."""
+        self._court = Court()
         self._leaving: dict[str, EngineConfig] = {}
         """Entries that are gone, of which workers may still run."""
         self._mine: set[str] = set()
@@ -287,7 +310,8 @@ class _Roller(Service):
             made = await asyncio.to_thread(self._load, latest)
             await asyncio.to_thread(_check, made)
             self._supervisor.use(made)
-        self._doors_config = self._supervisor.loaded.config
+        self._wanted = self._supervisor.loaded
+        self._doors_config = self._wanted.config
         self._begun = latest.number
 
     def _keep_to_itself(self, reason: str) -> None:
@@ -332,7 +356,7 @@ class _Roller(Service):
     # ------------------------------------------------------------------ questions
 
     def connected(self, connection: Connection) -> Receiver:
-        return _Door(connection, self._answer, self._door_changed)
+        return _Door(connection, self._answer, self._door_changed, self._court.add)
 
     def _door_changed(self, door: _Door) -> None:
         if door.is_lost:
@@ -340,6 +364,7 @@ class _Roller(Service):
         elif door.name and door not in self._doors:
             self._doors.add(door)
             door.tell(self._number)  # it may have started before it was written
+            door.watch(self._court.watched)
         self._wake.set()
 
     async def _answer(self, question: str, argument: Any) -> Any:
@@ -451,8 +476,8 @@ class _Roller(Service):
             made = await asyncio.to_thread(self._supervisor.loaded.again, written, overrides)
         except ConfigError as error:
             raise ConfigError(error.problems, generation.source) from None
-        found = changes(self._supervisor.loaded.config, made.config)
-        if problems := [*_unchangeable(found, self._supervisor.loaded.config)]:
+        found = changes(self._wanted.config, made.config)
+        if problems := [*_unchangeable(found, self._wanted.config)]:
             raise ConfigError(problems, generation.source)
         await asyncio.to_thread(_check, made)
         gone = [one for one in generation.changes if not _applies(generation, one)]
@@ -517,6 +542,9 @@ class _Roller(Service):
         if (cause := self._failure(running)) is not None and latest.state == "rolling":
             await self._failed(latest, cause)
             return
+        if (verdict := self._judged(latest, running)) is not None:
+            await self._decided(latest, *verdict)
+            return
         self._last = steps(self._wants(), [_seen(one) for one in running], self._rules())
         for step in self._last.now:
             self._do(fleet, step)
@@ -526,7 +554,9 @@ class _Roller(Service):
     async def _begin(self, latest: Generation) -> None:
         """Have the front doors serve by it. Raises CommutatorError when they cannot."""
         made = await asyncio.to_thread(self._load, latest)
-        before = self._supervisor.loaded.config
+        before, self._wanted = self._wanted.config, made
+        self._held = _new_canaries(before, made.config)
+        made = _without(self._held, made)
         names = {engine.name for engine in made.config.engines}
         self._leaving |= {str(one.name): one for one in before.engines if one.name not in names}
         self._leaving = {name: one for name, one in self._leaving.items() if name not in names}
@@ -578,9 +608,9 @@ class _Roller(Service):
 
     async def _complete(self, latest: Generation, running: Sequence[Running]) -> None:
         """It is complete once front doors route to all of its workers."""
-        if self._leaving:
+        if self._leaving or self._supervisor.loaded is not self._wanted:
             self._leaving = {}
-            self._supervisor.use(self._supervisor.loaded)
+            self._supervisor.use(self._wanted)
         ready = [one.spec.worker_id for one in running if _seen(one).phase is Phase.READY]
         try:
             await self._tell_doors(ready)
@@ -600,6 +630,67 @@ class _Roller(Service):
             if one.spec.worker_id in self._mine and one.failures >= most:
                 return f"{one.spec.worker_id} failed {one.failures} times to start: {one.cause}"
         return None
+
+    def _judged(
+        self, latest: Generation, running: Sequence[Running]
+    ) -> tuple[str, AliasConfig, Verdict] | None:
+        """A canary that is decided: the name of its alias, that alias, and the verdict."""
+        aliases = aliases_of(self._wanted.config)
+        if self._court.use(aliases):
+            for door in self._doors:
+                door.watch(self._court.watched)
+        return self._court.look(
+            [
+                Ran(
+                    worker_id=one.spec.worker_id,
+                    model=one.spec.model.name,
+                    phase=_seen(one).phase,
+                    cause=one.cause,
+                )
+                for one in running
+            ],
+            serves=latest.state == "complete",
+            now_s=time.monotonic(),
+        )
+
+    async def _decided(
+        self, latest: Generation, name: str, alias: AliasConfig, verdict: Verdict
+    ) -> None:
+        """Promote a canary, or take it back."""
+        judged = alias.judged
+        assert judged is not None
+        text = f"{judged.model} of {name}: {verdict.why}"
+        if name in self._held and latest.state == "rolling":
+            await self._failed(latest, text)
+            return
+        log.log(logging.INFO if verdict.good else logging.ERROR, "the canary %s", text)
+        if not verdict.good or judged.when_good == "promote":
+            await self._shift(name, alias, judged.model, verdict, text)
+        self._court.decided(name, verdict, time.monotonic())
+
+    async def _shift(
+        self, name: str, alias: AliasConfig, model: str, verdict: Verdict, why: str
+    ) -> None:
+        """Give the canary ``model`` all the weight of its alias, or none."""
+        weights = {model: 0.0}
+        if verdict.good:
+            weights = {**dict.fromkeys(alias.models, 0.0), model: sum(alias.models.values())}
+        async with self._accepting:
+            latest, now_s = self._known.latest, time.time()
+            named = {one.steps: one for one in latest.changes}
+            for one, weight in weights.items():
+                steps_to = ("traffic", "aliases", name, "models", one)
+                named[steps_to] = NamedChange(
+                    path=".".join(steps_to), steps=steps_to, value=weight, who=JUDGE,
+                    when_unix_s=now_s, why=verdict.why,
+                )  # fmt: skip
+            new = evolve(
+                latest, changes=tuple(named.values()), who=JUDGE, when_unix_s=now_s, why=why
+            )
+            try:
+                await self._accept(await self._candidate(new, None))
+            except ConfigError as error:  # as where the file on disk has become wrong meanwhile
+                log.error("the weights of %s stay as they are: %s", name, error)  # noqa: TRY400
 
     async def _failed(self, latest: Generation, cause: str) -> None:
         """Go back to what ran before, or stop here."""
@@ -670,7 +761,7 @@ class _Roller(Service):
 
     def _report(self, candidate: _Candidate) -> dict[str, Any]:
         """What a change does, as plain data."""
-        before, after = self._supervisor.loaded.config, candidate.loaded.config
+        before, after = self._wanted.config, candidate.loaded.config
         fleet = self._supervisor.fleet
         running = fleet.running() if isinstance(fleet, Fleet) else []
         specs = self._supervisor.specs_of(candidate.loaded)
@@ -727,7 +818,27 @@ class _Roller(Service):
             "waits": list(self._last.waits),
             "named_changes": [_named_row(one) for one in latest.changes],
             "kept_over_restarts": self._shared,
+            "canaries": self._court.status(time.monotonic()),
         }
+
+
+def _new_canaries(before: Config, after: Config) -> set[str]:
+    """The aliases whose canary had no share before."""
+    known = aliases_of(before)
+    return {
+        name
+        for name, alias in aliases_of(after).items()
+        if (one := alias.judged) is not None
+        and (name not in known or not known[name].models.get(one.model))
+    }
+
+
+def _without(names: set[str], made: Loaded) -> Loaded:
+    """``made`` without requests for the canaries of these aliases."""
+    table = made.config.traffic
+    if not names or not isinstance(table, TableConfig):
+        return made
+    return evolve(made, config=evolve(made.config, traffic=table.held(names)))
 
 
 def _check(loaded: Loaded) -> None:

@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from hashlib import blake2b
-from itertools import product
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from attrs import asdict, evolve, field, frozen
 
 from commutator.config.tunable import TunableOption
 from commutator.contract.tuning import ArmCounts, Trial
+from commutator_traffic.statistics import gain_by_chance, pooled_z
 from commutator_tuning.config import TrialsConfig
 
 _NOT_WORSE = 1.0
@@ -430,24 +430,6 @@ def _harm_to_all(earlier: ArmCounts, now: ArmCounts) -> str | None:
     return None
 
 
-def gain_by_chance(differences: Sequence[float]) -> float:
-    """How probable it is that a value without any effect seems to gain as much.
-
-    ``differences`` are those of the logarithms of mean delays, with the value and without, of each
-    pair of periods. Which of the two periods had the value was drawn. So if the value has no
-    effect, each difference could as well have the other sign, however much load or anything else
-    has changed from one period to the next: the probability is the part of all combinations of
-    signs whose sum is as low.
-    """
-    total = sum(differences) + 1e-9 * sum(map(abs, differences))  # equal sums differ by rounding
-    flips = list(product((1, -1), repeat=len(differences)))
-    as_low = sum(
-        sum(sign * one for sign, one in zip(signs, differences, strict=True)) <= total
-        for signs in flips
-    )
-    return as_low / len(flips)
-
-
 def _difference(one: Period, other: Period) -> float:
     on, off = (one, other) if one.on else (other, one)
     return math.log(_at_least(on.counts.mean_delay)) - math.log(_at_least(off.counts.mean_delay))
@@ -477,15 +459,6 @@ def _delay_z(before: ArmCounts, tried: ArmCounts) -> float:
     difference = tried.mean_delay - before.mean_delay
     deviation = math.sqrt(before.delay_variance + tried.delay_variance)
     return difference / deviation if deviation else math.copysign(math.inf, difference)
-
-
-def pooled_z(hits: int, of: int, more_hits: int, more_of: int) -> float:
-    """By how many standard deviations the second proportion exceeds the first."""
-    if not of or not more_of:
-        return 0.0
-    pooled = (hits + more_hits) / (of + more_of)
-    deviation = math.sqrt(pooled * (1 - pooled) * (1 / of + 1 / more_of))
-    return (more_hits / more_of - hits / of) / deviation if deviation else 0.0
 
 
 def rolled_back(trial: Trial, why: str) -> str:

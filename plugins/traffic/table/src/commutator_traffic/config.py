@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
-from attrs import Attribute, frozen
+from attrs import Attribute, evolve, frozen
 
-from commutator.contract.settings import setting
+from commutator.contract.settings import Bounds, PositiveInt, PositiveSeconds, setting
 from commutator.contract.traffic import TrafficConfig
 
 Reason = Literal["no_worker", "overload", "context_length", "error"]
@@ -16,6 +16,7 @@ Reason = Literal["no_worker", "overload", "context_length", "error"]
 many are being served, or wait; it is too long for the model; a worker failed it."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _MOST_FALL_BACKS = 8
+_Part = Annotated[float, Bounds(minimum=0)]
 
 
 def _are_weights(_: object, _field: Attribute[Any], value: Mapping[str, float]) -> None:
@@ -49,6 +50,41 @@ class FallBackConfig:
 
 
 @frozen(kw_only=True)
+class CanaryConfig:
+    """A new version that is judged beside the others of its alias."""
+
+    model: str = setting("The new version: one of `models`, with a weight beside others'.")
+    ready_within_s: PositiveSeconds = setting(
+        "Seconds for its workers to become ready; until then it gets no requests. Later than that "
+        "it is given up.",
+        1800.0,
+    )
+    judge_for_s: PositiveSeconds = setting(
+        "Seconds for which it serves its share. When it did no harm in that time, it is good.",
+        600.0,
+    )
+    min_requests: PositiveInt = setting(
+        "Requests that it must have ended by then; with fewer it is judged for longer.", 200
+    )
+    decide_within_s: PositiveSeconds = setting(
+        "Seconds of serving its share after which it is given up if those requests have not come.",
+        7200.0,
+    )
+    ttft_tolerance: _Part = setting(
+        "The part by which times to first token may be longer than those of the others: a new "
+        "version begins without KV.",
+        0.5,
+    )
+    itl_tolerance: _Part = setting(
+        "The part by which inter-token latencies may be longer than those of the others.", 0.25
+    )
+    when_good: Literal["promote", "keep"] = setting(
+        "What follows when it is good: it gets the weight of all, or weights stay as they are.",
+        "promote",
+    )
+
+
+@frozen(kw_only=True)
 class AliasConfig:
     """What a name stands for."""
 
@@ -63,6 +99,19 @@ class AliasConfig:
         (),
         validator=_are_few,
     )
+    canary: CanaryConfig | None = setting(
+        "Which of `models` is new, and how it is judged: it gets weight 0 when it does harm. "
+        "Needs `operations` of kind `rollout`, which changes the weights.",
+        None,
+    )
+
+    @property
+    def judged(self) -> CanaryConfig | None:
+        """``canary`` while it has a share, and others have one, too."""
+        one = self.canary
+        if one is None or not self.models.get(one.model):
+            return None
+        return one if any(w for name, w in self.models.items() if name != one.model) else None
 
 
 @frozen(kw_only=True)
@@ -80,8 +129,23 @@ class TableConfig(TrafficConfig):
         known = ", ".join(sorted(models))
         for name, alias in self.aliases.items():
             named = [(f"models.{model}", model) for model in alias.models]
+            if alias.canary is not None:
+                named.append(("canary.model", alias.canary.model))
+                if alias.canary.model in models and alias.canary.model not in alias.models:
+                    text = f"{alias.canary.model} has no weight in models; give it one, such as 5"
+                    yield f"aliases.{name}.canary.model", text
             named += [(f"fall_back[{n}].model", one.model) for n, one in enumerate(alias.fall_back)]
             for path, model in named:
                 if model not in models:
                     text = f'no model is named "{model}"; known models: {known}'
                     yield f"aliases.{name}.{path}", text
+
+    def held(self, names: Collection[str]) -> TableConfig:
+        """The same with no requests yet for the canaries of the aliases ``names``."""
+        aliases = {
+            name: evolve(alias, models={**alias.models, one.model: 0.0})
+            if name in names and (one := alias.judged) is not None
+            else alias
+            for name, alias in self.aliases.items()
+        }
+        return evolve(self, aliases=aliases)
