@@ -111,6 +111,7 @@ def paths(report: dict[str, Any]) -> dict[str, str]:
     return {one["path"]: one["takes_effect"] for one in report["changes"]}
 
 
+@pytest.mark.long
 async def test_nothing_is_lost_while_everything_changes(tmp_path: Path) -> None:
     with LocalCluster(DEPLOYMENT, joins=False) as cluster:
         traffic = Traffic(cluster.url, 200)

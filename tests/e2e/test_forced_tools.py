@@ -12,7 +12,7 @@ import pytest
 
 from commutator_scaffold.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system

@@ -20,7 +20,7 @@ from commutator.plugins import load_plugins
 from commutator.supervisor.preflight import check_machine
 from commutator_scaffold.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 FILES = int(os.environ.get("FILES", "3"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -28,7 +28,10 @@ NOT_KNOWN: tuple[str, ...] = ()
 """What a start may say that no check could know."""
 
 
-def test_what_the_check_accepts_comes_to_ready(tmp_path: Path) -> None:
+def test_what_the_check_accepts_comes_to_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # files may name others beside them
     schema = file_schema(load_plugins())
     path = tmp_path / "drawn.yaml"
     said: Counter[str] = Counter()

@@ -30,6 +30,7 @@ def results(table: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_check_passes_on_a_cpu(root: Path) -> None:
     done = checked(root, "--device", "cpu", "--small")

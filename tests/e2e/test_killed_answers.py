@@ -32,7 +32,7 @@ from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator_scaffold.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 NAME = "weather_of_the_next_days_in_one_of_the_cities_of_the_whole_world_by_its_name"
 CALL = f'{{"name": "{NAME}", "arguments": {{"city": "Zürich <b>東京", "days": [1, 2, 3]}}}}'

@@ -213,6 +213,7 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lo
         assert (await health(cluster))["warnings"] == []
 
 
+@pytest.mark.long
 async def test_a_fleet_of_encoders_follows_its_load(tmp_path: Path) -> None:
     """Work is that of inputs alone, and an answer in time is one whose vectors came in time."""
     engine = {"kind": "sim", "name": "w", "operations": ["embed"], "prefill_tokens_per_s": 1_000}

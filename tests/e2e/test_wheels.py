@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_first_hour_with_wheels_only(root: Path) -> None:

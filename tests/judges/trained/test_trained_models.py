@@ -16,21 +16,15 @@ from tests.support.trained_scripts import FAMILIES, Family, turns
 
 from commutator_scaffold.local_cluster import LocalCluster
 
-IN_CI = "hermes"
+pytestmark = pytest.mark.long
+
 AT_ONCE = 16
 PROTOCOLS = ("openai", "anthropic", "responses")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(one, id=name, marks=pytest.mark.slow if name == IN_CI else pytest.mark.long)
-        for name, one in FAMILIES.items()
-    ],
-)
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
-    return found
+    return FAMILIES[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -62,8 +62,9 @@ def test_blocks_under_transfers_that_hang_come_back_when_those_end(
         rig.settle()
 
 
+@pytest.mark.parametrize("limit", ["load_timeout_s", "stall_timeout_s"])
 def test_a_load_whose_thread_waits_in_the_kernel_is_given_up_and_the_tier_paused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """As under a disk that answers nothing: no time limit of the thread itself can end that."""
     done = Transfer.done
@@ -76,7 +77,8 @@ def test_a_load_whose_thread_waits_in_the_kernel_is_given_up_and_the_tier_paused
         return done(self)
 
     monkeypatch.setattr(Transfer, "done", stuck)
-    with KvRig(setups(nvme(tmp_path, load_timeout_s=0.2))) as rig:
+    limits = {"load_timeout_s": 60.0, "stall_timeout_s": 60.0, limit: 0.2}
+    with KvRig(setups(nvme(tmp_path, **limits))) as rig:
         rig.store(chain(1, 4))
         rig.settle()
         answers.clear()
@@ -90,6 +92,58 @@ def test_a_load_whose_thread_waits_in_the_kernel_is_given_up_and_the_tier_paused
         wait_for(lambda: rig.tier("nvme").up)
         rig.settle()
         assert len(rig.free) == 64
+        assert rig.load(chain(1, 4)) == 4
+
+
+def test_a_load_without_news_is_given_up_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Transfer.done
+    hang = threading.Event()
+    begun: list[Transfer] = []
+
+    def stuck(self: Transfer) -> bool:
+        if not (hang.is_set() and self.request.path.backend == "POSIX"):
+            return done(self)
+        if self not in begun:
+            begun.append(self)
+        return False
+
+    monkeypatch.setattr(Transfer, "done", stuck)
+    with KvRig(setups(nvme(tmp_path, load_timeout_s=60.0, stall_timeout_s=0.2))) as rig:
+        rig.store(chain(1, 4))
+        rig.settle()
+        hang.set()
+        started_s = time.monotonic()
+        assert rig.load(chain(1, 4)) == 0
+        assert time.monotonic() - started_s < 30
+        assert len(begun) == 1, "another try would wait as long again"
+        hang.clear()
+        rig.settle()
+        assert rig.load(chain(1, 4)) == 4
+
+
+def test_loads_wait_for_no_silent_store_and_the_tier_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take its time to write; what waits behind that is computed meanwhile."""
+    done = Transfer.done
+    hang = threading.Event()
+
+    def stuck(self: Transfer) -> bool:
+        return not (hang.is_set() and self.request.path.backend == "POSIX") and done(self)
+
+    monkeypatch.setattr(Transfer, "done", stuck)
+    with KvRig(setups(nvme(tmp_path, load_timeout_s=60.0, stall_timeout_s=0.2))) as rig:
+        rig.store(chain(1, 4))
+        rig.settle()
+        hang.set()
+        rig.offload(chain(2, 4))
+        assert rig.load(chain(1, 4)) == 0
+        assert rig.tier("nvme").up
+        hang.clear()
+        rig.settle()
+        assert rig.stored("device", "nvme") == 8
         assert rig.load(chain(1, 4)) == 4
 
 

@@ -181,13 +181,13 @@ class Loads:
     def expire(self, now_s: float) -> None:
         """Give up parts that waited too long for their tier's thread: computing is faster now.
 
-        Also those that have begun, where the thread does not come back to give up by itself, as it
-        waits in the kernel for a disk: their device blocks stay with it until it does. Such a tier
-        is paused meanwhile.
+        Those, too, whose tier's thread is silent, be it with a store. And those that have begun,
+        where the thread does not come back to give up by itself, as it waits in the kernel for a
+        disk: their device blocks stay with it until it does. Such a tier is paused meanwhile.
         """
         for onboard in list(self._onboards.values()):
             begun = [part for part in onboard.parts if part.begun]
-            for part in [part for part in begun if self._late_s(part.tier, now_s) > _GRACE_S]:
+            for part in [part for part in begun if self._lost(part.tier, now_s)]:
                 part.given_up = onboard.cancelled = True
                 self._pause(part.tier)
                 self._ended(onboard, part)
@@ -197,11 +197,30 @@ class Loads:
                     if self._late_s(part.tier, now_s) > 0:
                         self._pause(part.tier)
                 self._give_up_waiting(onboard)
+                continue
+            waiting = [part for part in onboard.parts if not part.begun]
+            if any(self._silent_s(part.tier, now_s) > 0 for part in waiting):
+                self._give_up_waiting(onboard)
+
+    def _lost(self, tier: int, now_s: float) -> bool:
+        """Whether the tier's thread should have given up its load by itself."""
+        return max(self._late_s(tier, now_s), self._silent_s(tier, now_s)) > _GRACE_S
 
     def _late_s(self, tier: int, now_s: float) -> float:
         """For how long the tier's thread has been busy, beyond what a load may take."""
         since_s = self._tiers.threads[tier].busy_since_s
         return 0.0 if since_s is None else now_s - since_s - self._timeout_s(tier)
+
+    def _silent_s(self, tier: int, now_s: float) -> float:
+        """For how long no block has arrived at the tier's busy thread, beyond what a load may wait.
+
+        The thread of a tier with ``max_bytes_per_s`` pauses by itself, which is no silence.
+        """
+        thread = self._tiers.threads[tier]
+        config, since_s = thread.worker.setup.config, thread.busy_since_s
+        if since_s is None or config.max_bytes_per_s is not None:
+            return 0.0
+        return now_s - max(since_s, thread.worker.news_s) - config.stall_timeout_s
 
     def _pause(self, tier: int) -> None:
         self._tiers.threads[tier].pause("its storage does not answer")
@@ -274,7 +293,11 @@ class Loads:
                 results = worker.load(
                     keys,
                     [onboard.spans[position] for position in part.positions],
-                    IoContext(started_s + self._timeout_s(part.tier), lambda: onboard.cancelled),
+                    IoContext(
+                        started_s + self._timeout_s(part.tier),
+                        lambda: onboard.cancelled,
+                        worker.setup.config.stall_timeout_s,
+                    ),
                     to_engine=True,
                     on_released=released,
                 )

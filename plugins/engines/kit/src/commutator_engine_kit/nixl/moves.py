@@ -30,6 +30,8 @@ class MoveLimits:
     """What is under way at a time, at most, or one block."""
     cancelled: Callable[[], bool] = lambda: False
     """Whether to give up."""
+    stall_s: float = float("inf")
+    """Give up where no block arrives for so long."""
 
 
 def move_blocks(
@@ -102,7 +104,9 @@ class BlockMoves:
         self._moves = moves
         self._limits = limits
         self._on_done = on_done
-        self._deadline_s = time.monotonic() + limits.timeout_s
+        self._news_s = time.monotonic()
+        """When a transfer last ended."""
+        self._deadline_s = self._news_s + limits.timeout_s
         limit_bytes = min(limits.batch_bytes, limits.max_in_flight_bytes)
         self._queue = deque(plan_batches(moves, range(len(moves)), limit_bytes))
         self._under_way: list[tuple[Transfer, Batch]] = []
@@ -122,6 +126,7 @@ class BlockMoves:
         self._begin_more()
         arrived = self._arrived()
         if arrived:
+            self._news_s = time.monotonic()
             self._begin_more()
             for batch in arrived:
                 self._on_done(batch.indices)
@@ -138,6 +143,7 @@ class BlockMoves:
             try:
                 transfer = self._agent.start(self._path, batch.local, batch.remote, batch.regions)
                 if transfer.done():  # some backends copy before they return
+                    self._news_s = time.monotonic()
                     self._on_done(batch.indices)
                 else:
                     self._under_way.append((transfer, batch))
@@ -172,8 +178,11 @@ class BlockMoves:
     def _given_up(self) -> tuple[type[TransferTimeoutError], str] | None:
         if self._limits.cancelled():
             return TransferCancelledError, "cancelled"
-        if time.monotonic() >= self._deadline_s:
+        now_s = time.monotonic()
+        if now_s >= self._deadline_s:
             return TransferTimeoutError, f"not there after {self._limits.timeout_s} s"
+        if now_s - self._news_s >= self._limits.stall_s:
+            return TransferTimeoutError, f"nothing arrived for {self._limits.stall_s} s"
         return None
 
     def _give_up(self, kind: type[TransferTimeoutError], why: str) -> None:

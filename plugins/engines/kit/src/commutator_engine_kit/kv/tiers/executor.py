@@ -104,6 +104,11 @@ class TierExecutor:
         """Whether the tier can be used. After repeated failures it must be opened again."""
         return bool(self._stacks) and self._failures < _MOST_FAILURES
 
+    @property
+    def news_s(self) -> float:
+        """When blocks last arrived, on ``time.monotonic``'s clock; to be asked on any thread."""
+        return max((mover.news_s for _, mover in list(self._stacks.values())), default=0.0)
+
     def metadata(self) -> bytes:
         """What other processes' agents need to read from this tier. Raises TierError."""
         if not self._agents:

@@ -48,6 +48,8 @@ class IoContext:
     deadline_s: float
     """On ``time.monotonic``'s clock."""
     cancelled: Callable[[], bool] = field(default=lambda: False)
+    stall_s: float = float("inf")
+    """The job is over where no block arrives for so long."""
 
     @property
     def remaining_s(self) -> float:
@@ -81,6 +83,8 @@ class TierMover:
         self._tier = tier
         self._arena = arena
         self._lanes = ThreadPoolExecutor(max(1, len(agents) - 1), thread_name_prefix="kv-lane")
+        self.news_s = 0.0
+        """When blocks last arrived, on ``time.monotonic``'s clock."""
         self._held: dict[Slot, set[int]] = {}
         """Tokens of transfers that timed out, by the slots that NIXL may still touch."""
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []
@@ -97,16 +101,24 @@ class TierMover:
         ``on_moved`` gets the positions of moved blocks while others are in flight, on the thread
         that moved them.
         """
+
+        def arrived(done: Sequence[int]) -> None:
+            self.news_s = time.monotonic()
+            on_moved(done)
+
         results: list[TransferError | None] = [None] * len(pieces)
         for peer, positions in self._by_peer(pieces).items():
             errors = self._move_with(
                 peer, direction, [pieces[position] for position in positions], context,
-                _renumbered(positions, on_moved),
+                _renumbered(positions, arrived),
             )  # fmt: skip
             for position, found in zip(positions, errors, strict=True):
                 results[position] = next(filter(None, found), None)
                 for error in found:
-                    if isinstance(error, TransferTimeoutError) and error.token is not None:
+                    if not isinstance(error, TransferTimeoutError):
+                        continue
+                    context.deadline_s = min(context.deadline_s, time.monotonic())
+                    if error.token is not None:
                         self._held.setdefault(pieces[position][1], set()).add(error.token)
         return results
 
@@ -204,6 +216,7 @@ class TierMover:
                 batch_bytes=_BATCH_BYTES,
                 max_in_flight_bytes=_IN_FLIGHT_BYTES,
                 cancelled=context.cancelled,
+                stall_s=context.stall_s,
             ),
             on_moved,
         )
