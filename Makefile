@@ -147,7 +147,8 @@ test-schemas: $(VENV)/.test
 # Models with several kinds of KV: how small a mistake tests notice, mistakes made on purpose, workers killed.
 test-groups: $(VENV)/.test
 	$(BIN)/pytest -s tests/unit/reference/test_altered_groups.py tests/unit/reference/test_group_mutations.py \
-		tests/unit/reference/test_reference_group_handover.py tests/fault/test_group_handover_faults.py
+		tests/unit/reference/test_reference_group_handover.py tests/fault/test_group_handover_faults.py \
+		tests/unit/vllm/test_kv_connector_mutations.py
 
 # Trains tiny models, half a minute of one core each, and keeps them in build/trained.
 test-trained: $(VENV)/.test
