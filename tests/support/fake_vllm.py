@@ -42,6 +42,7 @@ class FakeRequest:
     lora_request: Any = None
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
+    shared_prefix_boundary: int = 0
     blocks: list[list[int]] = field(factory=list)
     """Of each group, from the prompt's first; _NULL where there is none any more."""
     status: str = "waiting"

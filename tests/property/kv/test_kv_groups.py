@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from commutator.contract.block import CacheIdentity
 from commutator_engine_kit.kv import KvGroup, KvKind, group_identities, usable_boundary
-from commutator_engine_kit.kv.groups import sequence_bytes, usable_boundaries
+from commutator_engine_kit.kv.groups import sequence_bytes, shared_boundary, usable_boundaries
 
 BASE = CacheIdentity(
     model="m", weights="w", tokenizer="t", dtype="float32", layout="l", block_size=4
@@ -71,6 +71,19 @@ def test_the_largest_boundary_that_all_groups_serve(
     wanted = expected(groups, there, limit)
     assert list(usable_boundaries(groups, there, limit)) == wanted
     assert usable_boundary(groups, there, limit) == (wanted[0] if wanted else 0)
+
+
+@given(models())
+def test_a_prompt_is_shared_as_far_as_keeping_everything_would_serve(
+    case: tuple[list[KvGroup], list[list[bool]], int],
+) -> None:
+    groups, there, limit = case
+    pairs = [pair for pair in zip(groups, there, strict=True) if pair[0].kind != "cross"]
+    groups = [group for group, _ in pairs]
+    kept = [has if group.keeps_prefix else [True] * limit for group, has in pairs]
+    shared = shared_boundary(groups, [has for _, has in pairs], limit)
+    others = any(group.keeps_prefix for group in groups)
+    assert shared == (max(expected(groups, kept, limit), default=0) if others else 0)
 
 
 @given(models(), st.data())

@@ -165,6 +165,32 @@ def test_ranks_agree_on_a_boundary_that_all_can_serve() -> None:
     assert made.match(request, 0) == BLOCK_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("boundary", "reaches", "wanted"),
+    [
+        pytest.param(1, (3, 3), 3, id="others went on to where no state was kept"),
+        pytest.param(0, (3, 2), 2, id="as far as all ranks know them"),
+        pytest.param(2, (2, 2), 0, id="all that is shared is loaded"),
+    ],
+)
+def test_a_state_is_kept_where_a_prompt_leaves_those_in_the_tiers(
+    boundary: int, reaches: tuple[int, int], wanted: int
+) -> None:
+    made, request = scheduler(WHOLE[0], RECURRENT, workers=2)
+    assert made.match(request, 0) is None
+    (lookup,) = made.orders({}, lambda _: (), 0.0).lookups
+    for reach in reaches:
+        answer = LookupResult(lookup.number, boundary * BLOCK_TOKENS, shared=reach * BLOCK_TOKENS)
+        made.reported(WorkerReport((answer,)))
+    for _ in range(2):  # vLLM asks again where it has no room, and then knows of its own only
+        request.shared_prefix_boundary = 0
+        assert made.match(request, 0) == boundary * BLOCK_TOKENS
+        assert request.shared_prefix_boundary == wanted * BLOCK_TOKENS
+    request.shared_prefix_boundary = 4 * BLOCK_TOKENS
+    made.match(request, 0)
+    assert request.shared_prefix_boundary == 4 * BLOCK_TOKENS
+
+
 def stored(orders: ConnectorMetadata) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(store.group, store.first, store.device_blocks) for store in orders.stores]
 

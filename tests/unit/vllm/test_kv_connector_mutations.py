@@ -125,7 +125,8 @@ def _like(self: TierScheduler, number: int) -> int:
     """The next group of the same kind."""
     groups = self._groups
     order = [*range(number + 1, len(groups)), *range(number + 1)]
-    return next(other for other in order if groups[other].kind is groups[number].kind)
+    found: int = next(other for other in order if groups[other].kind is groups[number].kind)
+    return found
 
 
 def _states(change: Callable[[int, int, int], tuple[int, int, int]]) -> Any:

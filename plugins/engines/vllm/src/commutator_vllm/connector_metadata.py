@@ -83,6 +83,8 @@ class LookupResult:
     media: tuple[str, ...] = ()
     """The media of the blocks to load of the group that keeps the whole prompt, if there is one;
     otherwise of all."""
+    shared: int = 0
+    """The last boundary up to which the groups that need the whole prefix have it, in tokens."""
 
 
 @frozen

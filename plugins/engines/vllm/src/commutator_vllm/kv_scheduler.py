@@ -73,6 +73,8 @@ class _Request:
     """The number of its lookup, until the load that follows has ended; None without a lookup."""
     first: int = 0
     """The tokens that the device had at that lookup."""
+    shared: int = 0
+    """As of the workers' last answers."""
     answers: list[LookupResult] = field(factory=list)
     """One from each worker."""
     media: Sequence[str] = ()
@@ -156,8 +158,19 @@ class TierScheduler:
             self._requests[request.request_id] = _Request(request, [0] * len(self._groups))
 
     def match(self, request: Any, computed_tokens: int) -> int | None:
-        """How many tokens after the computed ones can be loaded; None: call again next step."""
+        """How many tokens after the computed ones can be loaded; None: call again next step.
+
+        Where the prompt parts from others without a state there, vLLM is told to keep one, as it
+        does where it has these others itself.
+        """
         state = self._requests.get(request.request_id)
+        tokens = self._match(request, state, computed_tokens)
+        if tokens is not None and state is not None and state.shared > computed_tokens + tokens:
+            known = getattr(request, "shared_prefix_boundary", 0)
+            request.shared_prefix_boundary = max(known, state.shared)
+        return tokens
+
+    def _match(self, request: Any, state: _Request | None, computed_tokens: int) -> int | None:
         first = computed_tokens // self._step * self._step
         limit = (request.num_tokens - 1) // self._step * self._step
         if state is None or state.over or limit <= first or _comes_from_another(request):
@@ -170,6 +183,7 @@ class TierScheduler:
             return None
         boundaries = {answer.boundary for answer in state.answers}
         boundary = min(boundaries)
+        state.shared = min(answer.shared for answer in state.answers)
         if boundary > state.first and first < state.first:
             self._drop(state)  # vLLM has evicted blocks that it had at the lookup
             return None

@@ -116,7 +116,8 @@ class TierWorkerSide:
             if future.done():
                 plan = future.result()
                 self._plans[number] = plan
-                answers.append(LookupResult(number, plan.boundary, self._media(plan)))
+                media = self._media(plan)
+                answers.append(LookupResult(number, plan.boundary, media, plan.shared))
                 del self._lookups[number]
         stored = [number for number, future in self._storing.items() if future.done()]
         for number in stored:

@@ -195,6 +195,23 @@ def usable_boundaries(
             yield boundary
 
 
+def shared_boundary(
+    groups: Sequence[KvGroup], there: Sequence[Sequence[bool]], limit_tokens: int
+) -> int:
+    """The last of ``usable_boundaries`` if windows and states were everywhere; 0 without others.
+
+    That is how much of the prompt others have had, as far as their KV is there.
+    """
+    whole = [pair for pair in zip(groups, there, strict=True) if pair[0].keeps_prefix]
+    if not whole:
+        return 0
+    step = alignment(groups)
+    shared = usable_boundary(
+        [group for group, _ in whole], [blocks for _, blocks in whole], limit_tokens
+    )
+    return shared // step * step
+
+
 def usable_boundary(
     groups: Sequence[KvGroup], there: Sequence[Sequence[bool]], limit_tokens: int
 ) -> int:

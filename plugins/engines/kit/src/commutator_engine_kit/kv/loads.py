@@ -167,6 +167,7 @@ class Loads:
             first=0,
             media=self._media(plan.blocks),
             boundary=plan.boundary,
+            shared=plan.shared,
             places=plan.places,
         )
         if plan.blocks:

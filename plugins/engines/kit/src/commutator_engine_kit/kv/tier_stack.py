@@ -53,6 +53,8 @@ class OnboardTicket:
     boundary: int = 0
     """Of a model with groups: where the prompt can be resumed once all blocks are loaded, or, of a
     ticket without blocks, with what the device has; in tokens."""
+    shared: int = 0
+    """As of ``GroupPlan``."""
     places: tuple[tuple[int, int], ...] = ()
     """Of a model with groups: each block's group and number in the prompt, group by group."""
 

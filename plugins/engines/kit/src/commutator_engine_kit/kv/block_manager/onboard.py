@@ -13,7 +13,13 @@ from commutator_engine_kit.kv.block_manager.actions import Action, LoadResult
 from commutator_engine_kit.kv.block_manager.block_pool import LoadCost, TierBlockPool, count
 from commutator_engine_kit.kv.block_manager.index import BlockIndex, UseCounts
 from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
-from commutator_engine_kit.kv.groups import KvGroup, alignment, usable_boundaries, usable_boundary
+from commutator_engine_kit.kv.groups import (
+    KvGroup,
+    alignment,
+    shared_boundary,
+    usable_boundaries,
+    usable_boundary,
+)
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a slow tier again."""
@@ -52,6 +58,10 @@ class GroupPlan:
     load_id: str
     boundary: int
     """In tokens. Without blocks: how far the device's own serve all groups."""
+    shared: int = 0
+    """The last boundary up to which the groups that need the whole prefix have it, in tokens. Where
+    it is later than any that all groups can serve, this prompt parts from others, or goes on after
+    them, where a window or a state was not kept."""
     places: tuple[tuple[int, int], ...] = ()
     """Group and number in the prompt of each block."""
     blocks: tuple[tuple[BlockKey, int], ...] = ()
@@ -120,7 +130,9 @@ class OnboardScheduler:
         found = _Found(self.index, chains, limit_tokens)
         missing = "everything" if found.last + found.step > limit_tokens else "nothing there"
         if found.last <= found.on_device:
-            return GroupPlan(load_id=load_id, boundary=found.on_device, reason=missing)
+            return GroupPlan(
+                load_id=load_id, boundary=found.on_device, shared=found.shared, reason=missing
+            )
         costs = {tier: self.index.pools[tier].speed.cost for tier in found.tiers}
         boundary, reason = found.cheapest(costs, token_s), missing
         if boundary < found.last:
@@ -135,6 +147,7 @@ class OnboardScheduler:
         return GroupPlan(
             load_id=load_id,
             boundary=boundary,
+            shared=found.shared,
             places=tuple((group, n) for group, n, _ in places),
             blocks=planned,
             reason=reason,
@@ -255,6 +268,7 @@ class _Found:
         there = [chain.there(held) for chain, held in zip(chains, self._holders, strict=True)]
         self.on_device = usable_boundary(groups, device, limit_tokens)
         """The boundary that the device serves alone."""
+        self.shared = shared_boundary(groups, there, limit_tokens)
         usable = usable_boundaries(groups, there, limit_tokens)
         self.boundaries = sorted(at for at in usable if at > self.on_device)
         """Those that tiers serve beyond it, the first one first."""
