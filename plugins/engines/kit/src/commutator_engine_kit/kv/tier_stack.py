@@ -54,7 +54,8 @@ class OnboardTicket:
     """Of a model with groups: where the prompt can be resumed once all blocks are loaded, or, of a
     ticket without blocks, with what the device has; in tokens."""
     shared: int = 0
-    """As of ``GroupPlan``."""
+    """Of a model with groups: how far those that need the whole prefix have it, in tokens. Where
+    that is beyond the boundary, a window or a state was not kept."""
     places: tuple[tuple[int, int], ...] = ()
     """Of a model with groups: each block's group and number in the prompt, group by group."""
 
