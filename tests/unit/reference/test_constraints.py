@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -210,6 +211,15 @@ NODE = {
 }
 
 
+UNLIKELY = torch.tensor(
+    [
+        30.0 if {*TEXT.decode([token_id])} & {*']}"'} or token_id in TEXT.eos_ids else 0.0
+        for token_id in range(TEXT.vocab_size)
+    ]
+)
+"""Subtracted from the logits of a model that goes on as long as it can."""
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -226,8 +236,8 @@ def test_json_that_would_be_cut_is_closed(schema: dict[str, Any]) -> None:
         noise = torch.Generator().manual_seed(seed)
         written: list[int] = []
         for left in range(160, 0, -1):
-            logits = torch.randn(TEXT.vocab_size, generator=noise)
-            chosen = int(matcher.allow(logits, logits, left).argmax())
+            logits = torch.randn(TEXT.vocab_size, generator=noise) - UNLIKELY
+            chosen = int(matcher.allow(logits, logits, left, 640).argmax())
             if chosen in TEXT.eos_ids:
                 break
             written.append(chosen)
@@ -248,11 +258,59 @@ def test_json_that_ends_by_itself_is_not_hurried(wanted: str, *, hurried: bool) 
     for left, text in zip((9, 8, 7, 6, 5), (wanted, "\n", "}", "\n", "}"), strict=True):
         logits = torch.zeros(TEXT.vocab_size)
         logits[TEXT.encode(text, add_special_tokens=False)] = 1
-        matcher.advance(int(matcher.allow(logits, logits, left).argmax()))
+        matcher.advance(int(matcher.allow(logits, logits, left, 100).argmax()))
         if matcher.complete:
             break
     assert matcher.complete
     assert matcher.hurried is hurried
+
+
+@pytest.mark.parametrize(
+    ("begun", "block"),
+    [("[", "600,"), ('{"a": "', " again and"), ("[", '{"value": null, "a": [')],
+    ids=["numbers", "text", "tree"],
+)
+def test_json_that_repeats_itself_is_ended_in_its_second_half(begun: str, block: str) -> None:
+    """Its model is sure to go on: no end is likely."""
+    goes_on = TEXT.encode(block, add_special_tokens=False)
+    written = TEXT.encode(begun, add_special_tokens=False)
+    matcher = GRAMMARS.matcher(of("json_schema", "{}"), written)
+    for left in range(800, 0, -1):
+        logits = torch.full((TEXT.vocab_size,), -30.0)
+        logits[goes_on[(800 - left) % len(goes_on)]] = 0.0
+        token_id = int(matcher.allow(logits, logits, left, 800).argmax())
+        if matcher.complete or token_id in TEXT.eos_ids:
+            break
+        written.append(token_id)
+        matcher.advance(token_id)
+    assert 100 < left <= 400
+    assert not matcher.hurried
+    json.loads(TEXT.decode(written))
+
+
+@pytest.mark.parametrize(
+    ("left", "likely", "ends"),
+    [(100, 0.6, True), (100, 0.4, False), (60, 0.2, True), (60, 0.05, False), (25, 0.05, True)],
+)
+@pytest.mark.parametrize("said", ['{"a": "b', '{"a": ["b"', '{"a": ["b"], "c": 3'])
+def test_json_ends_where_that_is_likely_the_less_so_the_fewer_tokens_are_left(
+    said: str, left: int, likely: float, *, ends: bool
+) -> None:
+    matcher = GRAMMARS.matcher(of("json_object"))
+    for token_id in TEXT.encode(said, add_special_tokens=False):
+        matcher.advance(token_id)
+    goes_on, end = (", ", "}") if said.endswith("3") else (",", "]")
+    if said.endswith("b"):
+        goes_on, end = " and", '"'
+    logits = torch.full((TEXT.vocab_size,), -torch.inf)
+    logits[TEXT.encode(goes_on, add_special_tokens=False)[0]] = math.log(1 - likely)
+    (token_id,) = TEXT.encode(end, add_special_tokens=False)
+    logits[token_id] = math.log(likely)
+    allowed = matcher.allow(logits, logits, left, 400)
+    assert bool(allowed.isfinite().sum() == 1) is ends
+    assert allowed[token_id] == logits[token_id]
+    assert matcher.allow(logits, logits, left, 396).isfinite().sum() == 2 or left < 100
+    assert not matcher.hurried
 
 
 def test_a_grammar_that_takes_long_is_the_requests_fault() -> None:

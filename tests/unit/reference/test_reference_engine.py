@@ -313,8 +313,8 @@ def test_an_answer_that_cannot_go_on_is_the_requests_fault() -> None:
     class Matcher:
         complete = hurried = False
 
-        def allow(self, logits: Any, raw: Any, left: int | None) -> Any:
-            del raw, left
+        def allow(self, logits: Any, raw: Any, left: int, most: int) -> Any:
+            del raw, left, most
             return logits
 
         def advance(self, token_id: int) -> None:

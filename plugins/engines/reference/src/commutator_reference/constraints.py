@@ -47,6 +47,10 @@ the batch wait for them, and those of an ambiguous grammar take longer with ever
 second after some hundred."""
 
 
+_LAST_PARTS = 4
+"""JSON is led to an end, and closed, in the last quarter of the tokens that an answer may have."""
+
+
 class Grammars:
     """Compiles constraints for one model's tokens. Any thread may call it.
 
@@ -158,10 +162,13 @@ class Matcher:
         """Whether the answer can only end here."""
         return self._begun and bool(self._matcher.is_stopped())
 
-    def allow(self, logits: Tensor, raw: Tensor, left: int | None = None) -> Tensor:
+    def allow(self, logits: Tensor, raw: Tensor, left: int = 0, most: int = 0) -> Tensor:
         """``logits`` [vocabulary] with minus infinity for what may not come next.
 
-        ``left``: the tokens that the answer may still have. JSON that would be cut is closed.
+        ``left``: the tokens that the answer may still have, of ``most``; 0: any number. JSON is led
+        to an end in its last quarter: where it repeats itself (the sooner, the more is open), and
+        where the model finds an end likely, the fewer tokens are left the less so. With few left it
+        is closed, as it would be cut: then it is ``hurried``.
         ``raw`` are the model's own: they decide where ``logits`` exclude all that may come.
         """
         if not self._begun or self.complete or self._matcher.is_error():
@@ -174,15 +181,39 @@ class Matcher:
             allowed[self._ends] = True
         if self._place is not None:
             allowed = self._place.bounded(allowed)
-            if left is not None and left <= self._place.closing_tokens:
-                likeliest = int(logits.masked_fill(~_mask(allowed, logits), -torch.inf).argmax())
-                allowed = self._place.closing(allowed, self._ends)
-                self.hurried |= not allowed[likeliest] and not self._place.is_space(likeliest)
+            allowed = self._led(self._place, allowed, logits, left, most)
         mask = _mask(allowed, logits)
         masked = logits.masked_fill(~mask, -torch.inf)
         if logits is raw or masked.isfinite().any():
             return masked
         return raw.masked_fill(~mask, -torch.inf)
+
+    def _led(
+        self,
+        place: JsonPlace,
+        allowed: NDArray[np.bool_],
+        logits: Tensor,
+        left: int,
+        most: int,
+    ) -> NDArray[np.bool_]:
+        """Of what is ``allowed`` that which leads to an end, where it is time for that."""
+        last_part, closing_tokens = most // _LAST_PARTS, place.closing_tokens
+        begins = last_part
+        if place.repeats:
+            begins = min(most // 2, max(last_part, 2 * closing_tokens))
+        if not 0 < left <= begins:
+            return allowed
+        nearest = place.closing(allowed, self._ends)
+        among = logits.masked_fill(~_mask(allowed, logits), -torch.inf)
+        if left <= min(last_part, closing_tokens):
+            likeliest = int(among.argmax())
+            self.hurried |= not nearest[likeliest] and not place.is_space(likeliest)
+            return nearest
+        if place.repeats:
+            return nearest
+        ending = place.ending(allowed, self._ends)
+        likely = float(among.softmax(-1)[_mask(ending, logits)].sum())
+        return ending if likely >= place.likely_enough(left, last_part) else allowed
 
     def advance(self, token_id: int) -> None:
         """The answer's next token.

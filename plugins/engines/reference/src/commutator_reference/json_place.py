@@ -15,6 +15,11 @@ _CLOSING_TOKENS = 16
 _TOKENS_A_LEVEL = 4
 """Tokens that are left for closing, in all and for each object or list that is open: a key that is
 required, its value, and the bracket."""
+_REPEATED, _LONGEST_REPEATED = 96, 32
+"""Tokens in a row of which a block of so many at most is all: the model will not leave it."""
+_LIKELY, _LIKELY_ENOUGH = 0.5, 0.02
+"""How likely an end has to be for the model so that it is taken: with all of the last part of an
+answer left, and with none."""
 _QUOTE, _BACKSLASH = b'"\\'
 _DIGITS = frozenset(b"0123456789")
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
@@ -57,8 +62,13 @@ class JsonPlace:
         self._digits = 0
         """Just written, of a number."""
         self._depth = 0
+        self._newest: list[int] = []
+        """Tokens, without those that are space between parts: it grows with the depth."""
+        self.repeats = False
+        """Whether the answer has said the same again and again."""
 
     def read(self, token_id: int) -> None:
+        self._note(token_id)
         for byte in self._tokens.texts[token_id]:
             if self._in_string:
                 ends = byte == _QUOTE and not self._escaped
@@ -68,6 +78,15 @@ class JsonPlace:
                 self._in_string = byte == _QUOTE
                 self._digits = self._digits + 1 if byte in _DIGITS else 0
                 self._depth += (byte in _OPENING) - (byte in _CLOSING)
+
+    def _note(self, token_id: int) -> None:
+        if self.repeats or (not self._in_string and not self._tokens.texts[token_id].strip()):
+            return
+        self._newest = newest = [*self._newest[1 - _REPEATED :], token_id]
+        self.repeats = len(newest) == _REPEATED and any(
+            newest[-1 - length] == token_id and newest[length:] == newest[:-length]
+            for length in range(1, _LONGEST_REPEATED + 1)
+        )
 
     @property
     def closing_tokens(self) -> int:
@@ -90,6 +109,21 @@ class JsonPlace:
             if fewer.any():
                 return fewer
         return allowed
+
+    def likely_enough(self, left: int, last_part: int) -> float:
+        """How likely an end has to be to be taken, with ``left`` of the ``last_part`` tokens."""
+        others = last_part - self.closing_tokens
+        part = min(max(left - self.closing_tokens, 0) / others, 1.0) if others > 0 else 0.0
+        return float(_LIKELY_ENOUGH * (_LIKELY / _LIKELY_ENOUGH) ** part)
+
+    def ending(self, allowed: NDArray[np.bool_], ends: Sequence[int]) -> NDArray[np.bool_]:
+        """Those that end something: the answer, an object, a list or a text."""
+        if self._escaped:
+            return np.zeros_like(allowed)
+        ranks = self._tokens.in_string if self._in_string else self._tokens.outside
+        found: NDArray[np.bool_] = allowed & (ranks[: len(allowed)] == 0)
+        found[ends] = allowed[ends]
+        return found
 
     def closing(self, allowed: NDArray[np.bool_], ends: Sequence[int]) -> NDArray[np.bool_]:
         """Those that bring the end closest."""

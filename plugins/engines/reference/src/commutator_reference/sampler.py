@@ -32,9 +32,6 @@ _MOST_PROMPT_LOGPROBS = 1024
 _TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens are tried before the whole vocabulary is sorted."""
 
-_LAST_PARTS = 4
-"""JSON is closed within the last quarter of ``max_tokens``: short answers are left alone."""
-
 
 def validate_request(
     request: GenerateRequest, *, vocab_size: int, max_model_len: int, can_decode: bool
@@ -262,8 +259,7 @@ def _sample_row(logits: Tensor, sequence: Sequence, eos_token_ids: Collection[in
         logits = forbid(logits, sequence.bad_words, sequence.tokens[sequence.prompt_length :])
     if sequence.matcher is not None:
         left = params.max_tokens - sequence.output_length
-        is_last_part = left * _LAST_PARTS <= params.max_tokens
-        logits = sequence.matcher.allow(logits, raw, left if is_last_part else None)
+        logits = sequence.matcher.allow(logits, raw, left, params.max_tokens)
     token_id = _choose(logits, params, sequence.seed, len(sequence.tokens))
     if params.top_logprobs is None:
         return Sampled(token_id)
