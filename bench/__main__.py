@@ -35,6 +35,7 @@ SCENARIOS = {
     "eviction": "what each eviction policy keeps of a trace, against Belady's optimum",
     "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",
+    "places": "the part of workers' places that more streams than places use, with defaults",
     "policies": "what routing policies find in caches and how soon they answer, beside peers'",
     "registry": "workers' leases and front doors' watches in a real etcd, up to 1,000 and 20",
     "recall": "a prompt's blocks loaded from each tier against computing them",

@@ -11,6 +11,7 @@ import clients_page
 import configuration_page
 import contract_page
 import dashboards
+import defaults_page
 import docs_console
 import engines_page
 import findings_page
@@ -30,6 +31,7 @@ if __name__ == "__main__":
     configuration_page.write()
     contract_page.write()
     dashboards.write()
+    defaults_page.write()
     engines_page.write()
     findings_page.write()
     http_page.write()

@@ -27,6 +27,7 @@ import client_page  # noqa: E402
 import clients_page  # noqa: E402
 import configuration_page  # noqa: E402
 import contract_page  # noqa: E402
+import defaults_page  # noqa: E402
 import docs_console  # noqa: E402
 import engines_page  # noqa: E402
 import findings_page  # noqa: E402
@@ -94,6 +95,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert clients_page.PAGE.read_text() == clients_page.page(), "run `make docs`"
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
     assert contract_page.PAGE.read_text() == contract_page.page(), "run `make docs`"
+    assert defaults_page.PAGE.read_text() == defaults_page.page(), "run `make docs`"
     assert engines_page.PAGE.read_text() == engines_page.page(), "run `make docs`"
     assert findings_page.PAGE.read_text() == findings_page.page(), "run `make docs`"
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"

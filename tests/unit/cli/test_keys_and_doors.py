@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -85,9 +86,13 @@ async def test_without_the_permission_a_command_says_who_gives_it(command: tuple
 async def test_with_the_permission_it_works() -> None:
     key, gate = keys(("metrics",))
     async with front_door(FakeDispatcher(), gate=gate) as door:
-        done = await run("worker", "ls", COMMUTATOR_URL=door.url, COMMUTATOR_API_KEY=key)
+        env = {"COMMUTATOR_URL": door.url, "COMMUTATOR_API_KEY": key}
+        done = await run("worker", "ls", **env)
+        as_json = await run("worker", "ls", "--json", **env)
     assert done.exit_code == 0, done.output
     assert "fake-0" in done.output
+    (worker,) = json.loads(as_json.output)
+    assert (worker["worker_id"], worker["state"]) == ("fake-0", "ready")
 
 
 async def test_the_operations_address_is_named() -> None:

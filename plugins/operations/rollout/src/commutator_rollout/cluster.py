@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +68,17 @@ async def _workers(registry: Registry) -> list[WorkerRecord]:
     short_help="List workers with their hosts and addresses.",
     epilog="Example: commutator cluster ls cluster.yaml",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @configuration_options
-def ls(sources: Sources) -> None:
+def ls(sources: Sources, as_json: bool) -> None:
     """Print one line for each worker: its host, where it listens, and what it was started from.
 
     Workers of an engine with different generations were started from different options.
     """
     records: list[WorkerRecord] = _ask(sources, _workers)
+    if as_json:
+        click.echo(json.dumps([_row(one) for one in records], indent=2))
+        return
     rows = [("WORKER", "HOST", "ADDRESS", "MODEL", "STATE", "GENERATION", "LABELS")]
     for one in records:
         role = "" if one.role is Role.BOTH else f"{one.role}, "
@@ -84,6 +89,19 @@ def ls(sources: Sources) -> None:
             (one.worker_id, host, one.address, one.model, state, one.generation, labels or "-")
         )
     print_table(rows)
+
+
+def _row(one: WorkerRecord) -> dict[str, Any]:
+    return {
+        "worker_id": one.worker_id,
+        "host": one.host,
+        "address": one.address,
+        "model": one.model,
+        "role": one.role.value,
+        "state": "draining" if one.draining else "ready",
+        "generation": one.generation,
+        "labels": dict(one.labels),
+    }
 
 
 def _change(

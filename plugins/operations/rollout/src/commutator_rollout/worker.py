@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Any
@@ -71,11 +72,15 @@ def run(sources: Sources, name: str, replicas: int | None) -> None:
 @worker.command(
     short_help="List workers with their state and requests.", epilog="Example: commutator worker ls"
 )
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as /health has it.")
 @front_door_options
-def ls(door: FrontDoor) -> None:
+def ls(door: FrontDoor, as_json: bool) -> None:
     """Print one line for each worker: its state, and its requests or what went wrong."""
     health = door.health()
     workers = sorted(health["workers"] + health["unready_workers"], key=lambda w: w["worker_id"])
+    if as_json:
+        click.echo(json.dumps(workers, indent=2))
+        return
     widths = [max([len(w[field]) for w in workers], default=0) for field in ("worker_id", "model")]
     for one in workers:
         role = "" if one["role"] == Role.BOTH else f"{one['role']}, "
