@@ -14,7 +14,7 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
-from commutator_rollout.canaries import Court, Ran
+from commutator_rollout.canaries import Court, Ran, not_ready_yet
 from commutator_rollout.judge import Arm, Verdict
 from commutator_rollout.observed import Counter, arm
 from commutator_rollout.steps import Phase
@@ -104,6 +104,15 @@ def test_a_table_that_is_held_sends_its_canary_nothing() -> None:
     assert held.aliases["default"].models == {"v1": 90, "v2": 0, "off": 0}
     assert held.aliases["plain"] == table.aliases["plain"]
     assert table.held(()) == table
+
+
+def test_a_canary_waits_until_it_is_ready_also_when_something_else_changes_meanwhile() -> None:
+    without = {"default": AliasConfig(models={"v1": 90})}
+    assert not_ready_yet(without, {"default": ALIAS}, ()) == {"default"}
+    assert not_ready_yet({}, {"new": ALIAS}, ()) == {"new"}
+    assert not_ready_yet({"default": ALIAS}, {"default": ALIAS}, {"default"}) == {"default"}
+    assert not_ready_yet({"default": ALIAS}, {"default": ALIAS}, ()) == set()
+    assert not_ready_yet({"default": ALIAS}, without, {"default"}) == set()
 
 
 @pytest.mark.parametrize(("model", "models"), [("x", {"v1": 1}), ("v2", {"v1": 1})])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
@@ -33,6 +33,21 @@ def aliases_of(config: Config) -> Mapping[str, AliasConfig]:
     """The aliases, where the traffic plugin is the table."""
     table = config.traffic
     return table.aliases if isinstance(table, TableConfig) else {}
+
+
+def not_ready_yet(
+    before: Mapping[str, AliasConfig], after: Mapping[str, AliasConfig], held: Collection[str]
+) -> set[str]:
+    """The aliases whose canary had no share before, or is held until it is ready."""
+
+    def served(name: str, model: str) -> bool:
+        return name in before and bool(before[name].models.get(model)) and name not in held
+
+    return {
+        name
+        for name, alias in after.items()
+        if (one := alias.judged) is not None and not served(name, one.model)
+    }
 
 
 @frozen(kw_only=True)

@@ -42,7 +42,7 @@ from commutator.supervisor.fleet import Agent, Fleet, Running
 from commutator.supervisor.preflight import check_machine, fetch_models
 from commutator.supervisor.specs import WorkerSpec
 from commutator.supervisor.supervisor import Supervisor
-from commutator_rollout.canaries import JUDGE, Court, Ran, aliases_of
+from commutator_rollout.canaries import JUDGE, Court, Ran, aliases_of, not_ready_yet
 from commutator_rollout.changes import Change, changes, doors_are_replaced
 from commutator_rollout.document import (
     NAME,
@@ -555,7 +555,7 @@ class _Roller(Service):
         """Have the front doors serve by it. Raises CommutatorError when they cannot."""
         made = await asyncio.to_thread(self._load, latest)
         before, self._wanted = self._wanted.config, made
-        self._held = _new_canaries(before, made.config)
+        self._held = not_ready_yet(aliases_of(before), aliases_of(made.config), self._held)
         made = _without(self._held, made)
         names = {engine.name for engine in made.config.engines}
         self._leaving |= {str(one.name): one for one in before.engines if one.name not in names}
@@ -609,7 +609,7 @@ class _Roller(Service):
     async def _complete(self, latest: Generation, running: Sequence[Running]) -> None:
         """It is complete once front doors route to all of its workers."""
         if self._leaving or self._supervisor.loaded is not self._wanted:
-            self._leaving = {}
+            self._leaving, self._held = {}, set()
             self._supervisor.use(self._wanted)
         ready = [one.spec.worker_id for one in running if _seen(one).phase is Phase.READY]
         try:
@@ -820,17 +820,6 @@ class _Roller(Service):
             "kept_over_restarts": self._shared,
             "canaries": self._court.status(time.monotonic()),
         }
-
-
-def _new_canaries(before: Config, after: Config) -> set[str]:
-    """The aliases whose canary had no share before."""
-    known = aliases_of(before)
-    return {
-        name
-        for name, alias in aliases_of(after).items()
-        if (one := alias.judged) is not None
-        and (name not in known or not known[name].models.get(one.model))
-    }
 
 
 def _without(names: set[str], made: Loaded) -> Loaded:
