@@ -60,7 +60,6 @@ _SHAPES = {
     "gpt_oss": Shape(step=32, groups=2, lengths=(64, 128, 608, 2048, 3968), window=64),
     "llama4": Shape(step=32, groups=4, lengths=(128, 160, 256, 640, 2048), window=128),
     "qwen3_next": Shape(step=544, groups=4, lengths=(544, 1088, 2176, 3264), has_states=True),
-    "deepseek_v2": Shape(step=16, groups=1, lengths=(64, 608, 2048)),
     "mixtral": Shape(step=32, groups=1, lengths=(64, 608, 2048)),
 }
 
@@ -114,16 +113,6 @@ def distance(one: Answer, other: Answer) -> float:
             return max(largest, *lost)
         largest = max(largest, abs(near[here] - far[here]))
     return largest
-
-
-def continued(url: str, prompt: Sequence[int], answer: Answer) -> float:
-    """How far an answer's second half is from the answer to the prompt with its first half."""
-    half = _ANSWER_TOKENS // 2
-    more = ask(url, [*prompt, *answer.tokens[:half]])
-    return distance(
-        Answer(answer.tokens[half:], answer.near[half:], 0),
-        Answer(more.tokens[:half], more.near[:half], 0),
-    )
 
 
 def forget(url: str) -> None:
@@ -222,8 +211,7 @@ class Alone:
 
     answers: Sequence[Answer]
     noise: float
-    """How far its answers from its own cache are from its first ones. vLLM caches nothing of latent
-    attention on some CPUs: how far they are where a part of an answer is computed as a prompt."""
+    """How far its answers from its own cache are from its first ones."""
     capacity_tokens: int
 
 
@@ -241,12 +229,8 @@ def alone(
             first.append(ask(url, prompt))
             again.append(ask(url, prompt))
             forget(url)
-        noises = [distance(one, other) for one, other in zip(first, again, strict=True)]
-        if not any(answer.cached_tokens for answer in again):
-            noises += [
-                continued(url, prompt, one) for prompt, one in zip(prompts, first, strict=True)
-            ]
-    return Alone(first, max(noises), capacity_tokens(folder / "vllm.log"))
+    noise = max(distance(one, other) for one, other in zip(first, again, strict=True))
+    return Alone(first, noise, capacity_tokens(folder / "vllm.log"))
 
 
 def arguments(family: str) -> tuple[str, ...]:
