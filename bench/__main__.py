@@ -28,6 +28,7 @@ SCENARIOS = {
     "connections": "new connections while 512 clients stream",
     "hosts": "chats with workers on another host, plain and with TLS, against one host (root)",
     "embeddings": "an encoder in process and through the door, against sentence-transformers",
+    "gateway": "an endpoint picker behind Envoy, beside Envoy alone (needs `make peers`)",
     "kserve": "requests over KServe's gRPC beside Dynamo's own server",
     "handover": "KV handed over between two workers, against bare NIXL with the same descriptors",
     "kv_manager": "the KV manager's own time for each block, by number of blocks",

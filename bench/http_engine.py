@@ -20,6 +20,8 @@ _BURST = 16
 _FIRST_TOKEN = 500
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"content-length:"
+_CHUNKED = b"transfer-encoding: chunked"
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 _HTTP_2 = b"PRI * HTTP/2"
 
 
@@ -111,6 +113,10 @@ class Connection(asyncio.Protocol):
             head = bytes(self._buffer[:end])
             self._path = head.split(b" ", 2)[1]
             lower = head.lower()
+            if _CHUNKED in lower:  # of JSON, which holds no line break of HTTP
+                last = self._buffer.find(_LAST_CHUNK, end)
+                self._wanted = last + len(_LAST_CHUNK) if last >= 0 else 0
+                return last >= 0
             at = lower.find(_LENGTH)
             length = int(lower[at + len(_LENGTH) :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             self._wanted = end + len(_HEAD_END) + length

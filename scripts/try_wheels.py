@@ -38,6 +38,9 @@ USES: dict[str, str | tuple[str, ...]] = {
     "doctor": ("doctor",),
     "dram": "tiers: [{kind: dram, capacity: 64MB}]",
     "encoder": "engines: [{kind: encoder}]",
+    "endpoint-picker": (
+        "frontend: {doors: [{port: 8000}, {kind: endpoint_picker, protocols: [{kind: openai}]}]}"
+    ),
     "engine-kit": "",
     "etcd": "registry: {kind: etcd}",
     "eviction": "tiers: [{kind: dram, capacity: 64MB, eviction: {kind: lru}}]",

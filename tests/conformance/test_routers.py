@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commutator.contract.routing import RoutingPolicy
 from commutator_balance import LeastLoaded, PowerOfTwo, RandomChoice
+from commutator_endpoint_picker.named import Named
 from commutator_kv_router import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
@@ -21,6 +22,11 @@ from commutator_testing.routers import RouterContract
 class TestRoundRobin(RouterContract):
     def make_policy(self) -> RoutingPolicy:
         return RoundRobin()
+
+
+class TestNamed(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return Named()
 
 
 class TestKv(RouterContract):

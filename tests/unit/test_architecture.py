@@ -53,10 +53,12 @@ PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), r
 # memory, and connect as the event bus does; suites start deployments as the demo does. Scores and
 # classes are read, routed and refused as embeddings are. KServe's parameters are read as OpenAI's
 # fields, and protocols take values out of JSON as OpenAI's does; the gRPC door has the keys of the
-# HTTP door, and serves its own user over HTTP. Operators' commands ask a front door as the
-# console's do. New versions and new values are judged by the same statistics.
+# HTTP door, and serves its own user over HTTP, as the endpoint picker does, which listens as it
+# does. Operators' commands ask a front door as the console's do. New versions and new values are
+# judged by the same statistics.
 BUILDS_ON = {
     "commutator_doctor": {"commutator_console"},
+    "commutator_endpoint_picker": {"commutator_grpc", "commutator_http"},
     "commutator_grpc": {"commutator_http"},
     "commutator_anthropic": {"commutator_openai"},
     "commutator_kserve": {"commutator_openai"},

@@ -14,7 +14,14 @@ import msgspec
 import pytest
 from aiohttp import ClientPayloadError
 from attrs import define, field
-from tests.support.front_door import MODEL, TEXT, FakeDispatcher, fallback_route, front_door
+from tests.support.front_door import (
+    MODEL,
+    TEXT,
+    FakeDispatcher,
+    engine_info,
+    fallback_route,
+    front_door,
+)
 
 from commutator.auth.gate import Gate
 from commutator.contract.principal import (
@@ -25,6 +32,7 @@ from commutator.contract.principal import (
     PrincipalConfig,
 )
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest
+from commutator.contract.worker import EngineInfo
 from commutator.errors import EngineUnavailableError
 from commutator.frontend import Forward
 from commutator.routing.router import Route
@@ -40,17 +48,13 @@ class FakeForward:
 
     dispatcher: ForwardingDispatcher
     worker_id: str = "w-1"
-    model: str = "org/model"
+    info: EngineInfo = engine_info(model="org/model", forwards=True)
     status: int = 201
-    keeps_salts_apart: bool = True
     route: Route = fallback_route("w-1", overlap_blocks=3, best_overlap_blocks=4, blocks=6)
 
     @property
     def content_type(self) -> str:
         return self.dispatcher.content_type
-
-    def explain(self) -> dict[str, Any]:
-        return {"worker_id": self.worker_id, "reason": "told to", "candidates": []}
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> Self:
         if self.dispatcher.dead:
@@ -153,7 +157,9 @@ async def test_its_decision_is_shown_and_counted_as_any_other() -> None:
         explained = {"X-Commutator-Explain": "1"}
         url = f"{door.url}/v1/chat/completions"
         async with door.session.post(url, json=body, headers=explained) as answer:
-            assert json.loads(answer.headers["X-Commutator-Decision"])["reason"] == "told to"
+            assert (
+                json.loads(answer.headers["X-Commutator-Decision"])["reason"] == "the policy failed"
+            )
         async with door.session.post(url, json=body) as answer:
             assert "X-Commutator-Decision" not in answer.headers
         async with door.session.get(f"{door.url}/metrics") as answer:

@@ -53,7 +53,7 @@ async def answered(setup: Setup, name: str) -> dict[str, Any]:
         answer = await forward.send("/v1/embeddings", b"{}", {"X-Request-Id": name})
         assert answer.status == 200
         assert b"".join([chunk async for chunk in forward.chunks()]) == b"{}"
-        return forward.explain()
+        return forward.route.explain()
 
 
 async def test_only_workers_that_take_such_requests_are_asked() -> None:

@@ -334,16 +334,22 @@ class Dispatcher:
         return any(map(_forwards, self._workers.routable(model)))
 
     async def forward(
-        self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER
+        self,
+        model: str,
+        request: GenerateRequest,
+        caller: Caller = UNKNOWN_CALLER,
+        sequence_hashes: Sequence[int] | None = None,
+        usable: Usable | None = None,
     ) -> Forward:
         """Pick a worker for a request that it gets as the client sent it.
 
-        ``request`` holds the prompt's tokens, as far as they are known, to route by. Raises as
-        ``dispatch`` does.
+        ``request`` holds the prompt's tokens, as far as they are known, to route by; ``usable``
+        says which workers may get it, by default those that take any. Raises as ``dispatch`` does.
         """
         summary = _summary(model, request, caller)
-        hashes = self._models[model].router.hashes(request)
-        placement = await self._place(summary, None, hashes, usable=_forwards)
+        if sequence_hashes is None:
+            sequence_hashes = self._models[model].router.hashes(request)
+        placement = await self._place(summary, None, sequence_hashes, usable=usable or _forwards)
         if self._on_placed is not None:
             self._on_placed(summary, placement, False)
         return Forward(summary, placement, self._models[model])

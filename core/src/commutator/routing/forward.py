@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from typing import Self
 
 from commutator.contract.engine import ForwardedAnswer
 from commutator.contract.request import FinishReason, RequestOutcome, RequestSummary
@@ -29,36 +29,26 @@ class Forward:
     ) -> None:
         self.route = route = placement.route
         self.worker_id = route.worker.record.worker_id
+        self.info = route.worker.record.info
         self._summary = summary
-        self._ticket = placement.ticket
+        self.ticket = placement.ticket
         self._routing = routing
         self._stack = AsyncExitStack()
         self._started_s = time.perf_counter()
         self._answer: ForwardedAnswer | None = None
-        self._complete = False
+        self.complete = False
         if (indexer := routing.router.indexer) is not None:
             indexer.routed(route.worker.record, route.candidate.rank, route.sequence_hashes)
 
     @property
-    def model(self) -> str:
-        """The worker's name for the model."""
-        return self.route.worker.record.info.model
-
-    @property
-    def keeps_salts_apart(self) -> bool:
-        """Whether the worker's engine heeds `cache_salt`."""
-        return self.route.worker.record.info.keeps_salts_apart
-
-    def explain(self) -> dict[str, Any]:
-        """Why this worker was chosen; see ``Route.explain``."""
-        return self.route.explain()
+    def headers(self) -> Mapping[str, str]:
+        """What the worker has to be told beside what the client sent."""
+        rank = str(self.route.candidate.rank)
+        return {RANK_HEADER: rank} if self.info.data_parallel_size > 1 else {}
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> ForwardedAnswer:
         """Send the request; read the body of the answer with ``chunks``."""
-        worker = self.route.worker
-        if worker.record.info.data_parallel_size > 1:
-            headers = {**headers, RANK_HEADER: str(self.route.candidate.rank)}
-        sent = worker.client.forward(path, body, headers)
+        sent = self.route.worker.client.forward(path, body, {**headers, **self.headers})
         self._answer = await self._stack.enter_async_context(sent)
         return self._answer
 
@@ -66,15 +56,19 @@ class Forward:
         """The answer's body, as it arrives."""
         assert self._answer is not None
         async for chunk in self._answer.chunks():
-            ticket = self._ticket
-            if ticket.prefilling:
-                ttft_s = time.perf_counter() - self._started_s
-                self._routing.host.request_first_token(self._summary, self.worker_id, ttft_s)
-                self._routing.load.progress(ticket, 1)
-            if ticket.on_served is not None:
-                ticket.on_served(0, _tokens(chunk))
+            self.account(chunk)
             yield chunk
-        self._complete = True
+        self.complete = True
+
+    def account(self, chunk: bytes) -> None:
+        """A part of the answer has arrived, perhaps by a proxy that was told where to send it."""
+        ticket = self.ticket
+        if ticket.prefilling:
+            ttft_s = time.perf_counter() - self._started_s
+            self._routing.host.request_first_token(self._summary, self.worker_id, ttft_s)
+            self._routing.load.progress(ticket, 1)
+        if ticket.on_served is not None:
+            ticket.on_served(0, _tokens(chunk))
 
     async def __aenter__(self) -> Self:
         self.route.worker.requests += 1
@@ -82,7 +76,7 @@ class Forward:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.route.worker.requests -= 1
-        self._routing.load.release(self._ticket)
+        self._routing.load.release(self.ticket)
         if isinstance(error, EngineUnavailableError):
             self._routing.workers.lost(self.route.worker)
         if error is not None:
@@ -92,7 +86,7 @@ class Forward:
                 self._summary,
                 RequestOutcome(
                     worker_id=self.worker_id,
-                    finish_reason=FinishReason.STOP if self._complete else FinishReason.ABORT,
+                    finish_reason=FinishReason.STOP if self.complete else FinishReason.ABORT,
                     generated_tokens=0,
                     cached_tokens=0,
                     duration_s=time.perf_counter() - self._started_s,

@@ -19,21 +19,28 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers for the server as a whole (the empty name) and for each of ``names``."""
+    """Answers for the server as a whole (the empty name) and for each of ``names``.
 
-    def __init__(self, services: FrontendServices, names: Collection[str]) -> None:
+    Those of ``alive`` serve as soon as they answer.
+    """
+
+    def __init__(
+        self, services: FrontendServices, names: Collection[str], alive: Collection[str] = ()
+    ) -> None:
         self._services = services
-        self._names = {"", *names}
+        self._alive = frozenset(alive)
+        self._names = {"", *names, *alive}
         self._watches = 0
 
-    def _status(self) -> int:
-        return int(_Answer.SERVING if self._services.is_ready() else _Answer.NOT_SERVING)
+    def _status(self, name: str) -> int:
+        serves = name in self._alive or self._services.is_ready()
+        return int(_Answer.SERVING if serves else _Answer.NOT_SERVING)
 
     async def Check(self, request: Any, context: CallInfo) -> Any:  # noqa: N802 - gRPC's name
         """The present state."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
-        return _Answer(status=self._status())
+        return _Answer(status=self._status(request.service))
 
     async def Watch(  # noqa: N802 - gRPC's name
         self, request: Any, context: CallInfo
@@ -46,7 +53,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         try:
             known, last = request.service in self._names, -1
             while True:
-                status = self._status() if known else int(_Answer.SERVICE_UNKNOWN)
+                status = self._status(request.service) if known else int(_Answer.SERVICE_UNKNOWN)
                 if status != last:
                     yield _Answer(status=status)
                 last = status

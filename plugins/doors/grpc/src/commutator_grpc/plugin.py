@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import ssl
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from commutator import DoorRegister, hookimpl
 from commutator.contract.door import Door, DoorAddress, OpenDoor
 from commutator.contract.protocol import Example, MountedProtocol
-from commutator_grpc.config import GrpcConfig, GrpcTlsConfig
+from commutator_grpc.config import GrpcConfig
 from commutator_http.config import key_problems
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
         if not config.protocols:
             yield "protocols: a door of kind grpc without any serves nobody: write [{kind: kserve}]"
         yield from key_problems(config.api_keys)
-        if config.tls is not None and (problem := _tls_problem(config.tls)):
+        if config.tls is not None and (problem := config.tls.problem()):
             yield f"tls: {problem}"
 
     def needs_key(self, config: GrpcConfig, services: FrontendServices) -> bool:
@@ -69,20 +68,6 @@ class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
         from commutator_grpc.server import open_server
 
         return await open_server(config, services, protocols, local_socket)
-
-
-def _tls_problem(config: GrpcTlsConfig) -> str | None:
-    """Why the files cannot be used."""
-    files = f"certificate {config.cert_file} with key {config.key_file}"
-    try:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(config.cert_file, config.key_file)
-        if config.client_ca_file is not None:
-            files = f"client_ca_file {config.client_ca_file}"
-            context.load_verify_locations(config.client_ca_file)
-    except (OSError, ssl.SSLError) as error:
-        return f"{files}: {error}"
-    return None
 
 
 @hookimpl

@@ -18,7 +18,7 @@ from commutator.contract.protocol import RPC_METHODS, MountedProtocol, Route
 from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices
 from commutator_grpc.call import CallInfo, DoorParts, UnaryCall, headers_of
-from commutator_grpc.config import GrpcConfig
+from commutator_grpc.config import GrpcConfig, GrpcServerConfig
 from commutator_grpc.health import HealthServicer
 from commutator_grpc.reflection import GuardedReflection, pool_of
 from commutator_grpc.stream import OpenStreams
@@ -61,7 +61,9 @@ async def open_server(
     parts = DoorParts(config, services, gate)
     streams = OpenStreams()
     routes = _handlers(parts, protocols, streams)
-    server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=config.max_calls)
+    server = grpc.aio.server(
+        options=server_options(config), maximum_concurrent_rpcs=config.max_calls
+    )
     names = sorted({path.rpartition("/")[0][1:] for path in routes})
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(services, names), server)
     if config.reflection:
@@ -70,7 +72,7 @@ async def open_server(
             GuardedReflection(parts, [*names, _HEALTH], pool), server
         )
     server.add_generic_rpc_handlers((_Routes(routes),))
-    port = _listen(server, config)
+    port = listen(server, config)
     await server.start()
     local = None
     if local_socket is not None:
@@ -194,7 +196,7 @@ async def _serve_unary(
         await call.abort(failure)
 
 
-def _options(config: GrpcConfig) -> list[tuple[str, int]]:
+def server_options(config: GrpcServerConfig) -> list[tuple[str, int]]:
     """Those of gRPC's core, which has milliseconds."""
 
     def ms(seconds: float) -> int:
@@ -218,7 +220,7 @@ def _options(config: GrpcConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _listen(server: grpc.aio.Server, config: GrpcConfig) -> int:
+def listen(server: grpc.aio.Server, config: GrpcServerConfig) -> int:
     """The bound port. Raises ConfigError."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"

@@ -172,7 +172,7 @@ class PassThrough:
         user = body.get("user")
         asked = call.caller(user if isinstance(user, str) else None, _session_id(body))
         async with await services.dispatcher.forward(model, by, asked) as forward:
-            if by.cache_salt is not None and not forward.keeps_salts_apart:
+            if by.cache_salt is not None and not forward.info.keeps_salts_apart:
                 call.workers = (forward.worker_id,)
                 raise RequestError(
                     "cache_salt: the engine ignores it here, so the prompt would be shared; leave "
@@ -181,14 +181,14 @@ class PassThrough:
                     NOT_SERVED,
                 )
             services.metrics.routed(model, forward.route)
-            call.note_routing((forward.worker_id,), lambda: [forward.explain()])
+            call.note_routing((forward.worker_id,), lambda: [forward.route.explain()])
             await _relay(call, forward, body, prompt_tokens)
 
 
 async def _relay(call: Call, forward: Forward, body: dict[str, Any], prompt_tokens: int) -> None:
     """``prompt_tokens``, perhaps an estimate, counts unless the engine says how many it were."""
     # What was checked is what is sent: parsers differ about a key that is there twice.
-    renamed = {**body, "model": forward.model}
+    renamed = {**body, "model": forward.info.model}
     data = await call.off_loop(len(call.body), partial(msgspec.json.encode, renamed))
     headers = {"X-Request-Id": call.request_id}
     answer = await forward.send(call.endpoint, data, headers)

@@ -1,4 +1,4 @@
-"""Compiles the messages of the protocol `kserve` (needs grpcio-tools): .proto to .binpb."""
+"""Compiles the messages of plugins that speak gRPC (needs grpcio-tools): .proto to .binpb."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-FOLDER = Path(__file__).parents[1] / "plugins/protocols/kserve/src/commutator_kserve"
+PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
 def compiled(source: Path, target: Path) -> None:
@@ -18,4 +18,5 @@ def compiled(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    compiled(FOLDER / "inference.proto", FOLDER / "inference.binpb")
+    for found in sorted(PLUGINS.glob("*/*/src/*/*.proto")):
+        compiled(found, found.with_suffix(".binpb"))
