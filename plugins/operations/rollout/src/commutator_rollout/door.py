@@ -44,6 +44,7 @@ _ANSWER_S = 900.0
 """For an answer of the supervisor, which may have to download a model first."""
 _MEETS_S = 30.0
 """For a connection to workers that the registry has as ready."""
+_CONNECTS_S = 5.0
 _LOOK_S = 0.05
 _TELL_S = 1.0
 """Between two messages of what has ended with versions that are compared."""
@@ -135,6 +136,7 @@ class _Link:
         self._name = name
         self._file = file
         self._connection: FrameProtocol | None = None
+        self._connected = asyncio.Event()
         self._questions = Questions()
         self._told: asyncio.Queue[tuple[int, list[Any]]] = asyncio.Queue()
         self._watching: asyncio.Task[None] | None = None
@@ -148,9 +150,11 @@ class _Link:
             async with aclosing(found):
                 async for connection, lost in found:
                     self._connection = connection
+                    self._connected.set()
                     connection.send([SERVICE, "door", self._name])
                     await lost.wait()
                     self._connection = None
+                    self._connected.clear()
                     self._watch([])
                     self._questions.fail(CommutatorError("the supervisor went away; try again"))
         finally:
@@ -225,9 +229,13 @@ class _Link:
 
     async def ask(self, question: str, argument: Any) -> Any:
         """The supervisor's answer. Raises RequestError with its problems."""
-        connection = self._connection
-        if connection is None:
-            raise CommutatorError("the supervisor cannot be reached; try again soon")
+        try:  # a front door that has just started, or whose supervisor begins anew
+            async with asyncio.timeout(_CONNECTS_S):
+                await self._connected.wait()
+        except TimeoutError:
+            raise CommutatorError("the supervisor cannot be reached; try again soon") from None
+        if (connection := self._connection) is None:
+            raise CommutatorError("the supervisor went away; try again")
         try:
             return await self._questions.ask(
                 lambda number: connection.send([SERVICE, "ask", number, question, argument]),
