@@ -90,6 +90,7 @@ def test_help_imports_no_command() -> None:
         "commutator_certs",
         "commutator_console",
         "commutator_doctor",
+        "commutator_endpoint_picker",
         "commutator_kubernetes_tools",
         "commutator_models",
         "commutator_replay",

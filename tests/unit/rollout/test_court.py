@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.traffic_checks import deployment_of
 
 from commutator.contract.request import FinishReason, RequestOutcome, RequestSummary
 from commutator.errors import (
@@ -118,7 +119,8 @@ def test_a_canary_waits_until_it_is_ready_also_when_something_else_changes_meanw
 @pytest.mark.parametrize(("model", "models"), [("x", {"v1": 1}), ("v2", {"v1": 1})])
 def test_a_canary_has_a_weight(model: str, models: dict[str, float]) -> None:
     alias = AliasConfig(models=models, canary=CanaryConfig(model=model))
-    paths = [path for path, _ in TableConfig(aliases={"a": alias}).problems(["v1", "v2"])]
+    problems = TableConfig(aliases={"a": alias}).problems(deployment_of("v1", "v2"))
+    paths = [path for path, _ in problems]
     assert paths == ["aliases.a.canary.model"]
 
 
@@ -185,3 +187,14 @@ def test_many_times_are_drawn_from() -> None:
 def test_what_is_no_count_is_refused(packed: object) -> None:
     with pytest.raises(ValueError):
         arm(packed)
+
+
+@pytest.mark.parametrize(
+    ("operations", "judged"), [(None, True), (["rollout"], True), (["console"], False)]
+)
+def test_a_canary_that_nobody_judges_is_refused(
+    operations: list[str] | None, *, judged: bool
+) -> None:
+    config = deployment_of(*ALIAS.models, operations=operations)
+    problems = list(TableConfig(aliases={"default": ALIAS}).problems(config))
+    assert [path for path, _ in problems] == ([] if judged else ["aliases.default.canary"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.traffic_checks import deployment_of
 
 from commutator.contract.traffic import FallBack
 from commutator.errors import (
@@ -87,7 +88,7 @@ def test_what_is_wrong_with_the_section_is_said() -> None:
             )
         }
     )
-    assert [path for path, _ in config.problems(MODELS)] == [
+    assert [path for path, _ in config.problems(deployment_of(*MODELS))] == [
         "aliases.default.models.v3",
         "aliases.default.fall_back[0].model",
     ]

@@ -189,7 +189,7 @@ def config_problems(config: Config) -> Iterator[tuple[str, str]]:
         )
         yield limited[0], problem
     if config.traffic is not None:
-        for path, problem in config.traffic.problems([model.name for model in config.models]):
+        for path, problem in config.traffic.problems(config):
             yield f"traffic.{path}", problem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -22,9 +23,9 @@ class TrafficConfig:
 
     kind: str = setting("The traffic plugin.", "table")
 
-    def problems(self, models: Sequence[str]) -> Iterable[tuple[str, str]]:
-        """(path within the section, what is wrong) where it does not fit the served ``models``."""
-        del models
+    def problems(self, config: Any) -> Iterable[tuple[str, str]]:
+        """(path within the section, what is wrong) where the rest of ``config`` does not fit it."""
+        del config
         return ()
 
 

@@ -9,7 +9,7 @@ from commutator_engine_kit.launching import argument_value
 from commutator_engine_kit.model_kv import USUAL_BYTES, KvSupport, ModelKv, Verdict
 
 _YES = Verdict("yes")
-_TESTED = {"llama", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next"}
+_TESTED = {"llama", "gemma3_text", "gpt_oss", "llama4_text", "mixtral", "qwen3_next"}
 """Families of which a test with real vLLM has run a model."""
 _SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _IN_GROUPS = {KvKind.FULL, KvKind.SLIDING, KvKind.CHUNKED, KvKind.RECURRENT}

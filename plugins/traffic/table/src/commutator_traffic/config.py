@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, get_args
 
 from attrs import Attribute, evolve, frozen
@@ -124,12 +125,20 @@ class TableConfig(TrafficConfig):
         {},
     )
 
-    def problems(self, models: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Aliases of models that are not served."""
+    def problems(self, config: Any) -> Iterator[tuple[str, str]]:
+        """Aliases of models that are not served, and canaries that nobody judges."""
+        models = [model.name for model in config.models]
+        if config.operations is None:
+            judged = find_spec("commutator_rollout") is not None
+        else:
+            judged = "rollout" in [one.kind for one in config.operations]
         known = ", ".join(sorted(models))
         for name, alias in self.aliases.items():
             named = [(f"models.{model}", model) for model in alias.models]
             if alias.canary is not None:
+                if not judged:
+                    text = "`rollout` judges canaries; add it to operations (commutator-rollout)"
+                    yield f"aliases.{name}.canary", text
                 named.append(("canary.model", alias.canary.model))
                 if alias.canary.model in models and alias.canary.model not in alias.models:
                     text = f"{alias.canary.model} has no weight in models; give it one, such as 5"
