@@ -478,9 +478,7 @@ class TierConfig(TierPolicyConfig):
     load_timeout_s: PositiveSeconds = setting(
         "A load that takes longer is aborted, and the blocks are computed.", 5.0
     )
-    stall_timeout_s: PositiveSeconds = setting(
-        "A load in which no block arrives for so long is aborted, too.", 1.5
-    )
+    stall_timeout_s: PositiveSeconds = setting("A load without a block for so long ends.", 1.5)
     store_timeout_s: PositiveSeconds = setting("A store that takes longer is aborted.", 60.0)
     max_attempts: PositiveInt = setting(
         "How often a load or store of a block is tried in total.", 2
