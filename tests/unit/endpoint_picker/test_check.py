@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from commutator_endpoint_picker.check import (
     Answer,
@@ -13,6 +17,7 @@ from commutator_endpoint_picker.check import (
     judge_own_header,
     judge_streams,
     overlap_of,
+    probe,
 )
 
 FINE = Answer(200, "{}", "w-1", cached_share=0.9, overlap_blocks=60)
@@ -73,3 +78,20 @@ def test_what_answers_tell(text: str, cached: float | None) -> None:
     assert cached_of(text) == cached
     assert overlap_of(text) is None
     assert overlap_of('{"overlap_blocks": 4}') == 4
+
+
+async def test_an_answer_without_end_is_not_kept() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await response.write(bytes(64 << 10))
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", endless)
+    async with TestServer(app) as server:
+        found = [one async for one in probe(str(server.make_url("/")), "m", None, 0)]
+    [finding] = found
+    assert "an answer of over 1048576 bytes" in (finding.problem or "")

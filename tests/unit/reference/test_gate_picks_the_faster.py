@@ -73,7 +73,9 @@ def ask(tiered: TieredEngine, key: int) -> list[int]:
 @pytest.mark.parametrize("slow", ["the tier", "the model"])
 def test_the_second_time_the_faster_way_is_known(slow: str) -> None:
     model = tiny_model()
-    [setup] = setups({"kind": "dram", "capacity": "1MB", "load_timeout_s": 60})
+    [setup] = setups(
+        {"kind": "dram", "capacity": "1MB", "load_timeout_s": 60, "stall_timeout_s": 60}
+    )
     if slow == "the tier":
         setup = evolve(setup, wrap_io=SlowToRead)
     else:

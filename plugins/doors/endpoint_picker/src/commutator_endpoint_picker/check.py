@@ -31,6 +31,7 @@ _EVENTS_S = 1.5
 _PADDING_BYTES = 1 << 20
 _WORDS = 100
 _TIMEOUT_S = 60.0
+_MOST_ANSWER_BYTES = 1 << 20
 _CHAT = "/v1/chat/completions"
 
 
@@ -187,7 +188,12 @@ async def _chat(
             data=BytesIO(data),
             headers=sent,
         ) as answer:
-            said = await answer.text()
+            pieces = bytearray()
+            async for piece in answer.content.iter_any():
+                pieces += piece
+                if len(pieces) > _MOST_ANSWER_BYTES:
+                    return Answer(0, f"an answer of over {_MOST_ANSWER_BYTES} bytes")
+            said = pieces.decode("utf-8", "replace")
             worker, why = answer.headers.get(WORKER), answer.headers.get(_DECISION, "")
             return Answer(answer.status, said, worker, cached_of(said), overlap_of(why))
     except (ClientError, TimeoutError, OSError) as error:
