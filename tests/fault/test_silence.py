@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from tests.support.streams import engine_processes, stream
+from tests.support.streams import engine_processes, stream, timed_stream
 
 from commutator_scaffold.local_cluster import LocalCluster
 
@@ -59,14 +59,7 @@ def body(number: int, tokens: int) -> dict[str, Any]:
 
 async def longest_gap(session: aiohttp.ClientSession, url: str, number: int) -> float:
     """Between two pieces of one stream, in seconds; it must end whole."""
-    last_s, gap_s = time.monotonic(), 0.0
-
-    def heard(_: int) -> None:
-        nonlocal last_s, gap_s
-        now_s = time.monotonic()
-        last_s, gap_s = now_s, max(gap_s, now_s - last_s)
-
-    answer = await stream(session, url, body(number, 200), heard)
+    answer, gap_s = await timed_stream(session, url, body(number, 200))
     assert answer.outcome == "complete", answer
     assert answer.usage["completion_tokens"] == 200
     return gap_s

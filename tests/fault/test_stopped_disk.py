@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.streams import stream
+from tests.support.streams import timed_stream
 from tests.support.user_disk import user_disk
 
 from commutator_scaffold.local_cluster import LocalCluster
@@ -63,14 +63,7 @@ async def test_streams_go_on_and_its_blocks_are_computed_until_it_answers_again(
         assert text == expected[0]
         assert found > WORDS, "from the disk: the engine holds five of these prompts"
 
-        last_s, gap_s = time.monotonic(), 0.0
-
-        def heard(_: int) -> None:
-            nonlocal last_s, gap_s
-            now_s = time.monotonic()
-            last_s, gap_s = now_s, max(gap_s, now_s - last_s)
-
-        beside = asyncio.create_task(stream(session, cluster.url, body(5, 400), heard))
+        beside = asyncio.create_task(timed_stream(session, cluster.url, body(5, 400)))
         await asyncio.sleep(0.5)
         driver.send_signal(signal.SIGSTOP)
         text, found, took_s = await cached(session, cluster.url, 1)
@@ -78,7 +71,8 @@ async def test_streams_go_on_and_its_blocks_are_computed_until_it_answers_again(
         assert text == expected[1]
         assert found < WORDS
         assert took_s < NOTICED_S + 2 * computed_s, "it computes beside a stream"
-        assert (await beside).outcome == "complete"
+        answer, gap_s = await beside
+        assert answer.outcome == "complete"
         print(f"longest gap of the stream beside it {gap_s:.2f} s")
         assert gap_s < NOTICED_S + computed_s
         driver.send_signal(signal.SIGCONT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from attrs import define, field
 
 from commutator_scaffold.local_cluster import LocalCluster
 
-__all__ = ["Answer", "engine_processes", "stream"]
+__all__ = ["Answer", "engine_processes", "stream", "timed_stream"]
 
 
 @define
@@ -47,6 +48,20 @@ async def stream(
                 _take(answer, json.loads(line[6:]))
                 heard(answer.events)
     return answer
+
+
+async def timed_stream(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
+) -> tuple[Answer, float]:
+    """As ``stream``, and the longest time between two of its events, in seconds."""
+    last_s, gap_s = time.monotonic(), 0.0
+
+    def heard(_: int) -> None:
+        nonlocal last_s, gap_s
+        now_s = time.monotonic()
+        last_s, gap_s = now_s, max(gap_s, now_s - last_s)
+
+    return await stream(session, url, body, heard), gap_s
 
 
 def _take(answer: Answer, data: Mapping[str, Any]) -> None:

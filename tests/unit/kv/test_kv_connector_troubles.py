@@ -19,6 +19,24 @@ from commutator_engine_kit.kv.tiers.guards import Breaker
 from commutator_engine_kit.nixl.agent import Transfer, TransferAgent
 
 
+def disk_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[threading.Event, list[Transfer]]:
+    """While the event is set, no transfer of a disk ends; and those that were looked at then."""
+    done, hang = Transfer.done, threading.Event()
+    stuck: list[Transfer] = []
+
+    def state(self: Transfer) -> bool:
+        if not (hang.is_set() and self.request.path.backend == "POSIX"):
+            return done(self)
+        if self not in stuck:
+            stuck.append(self)
+        return False
+
+    monkeypatch.setattr(Transfer, "done", state)
+    return hang, stuck
+
+
 def test_a_tier_that_hangs_costs_its_time_out_and_no_other_tiers_blocks(tmp_path: Path) -> None:
     first, second = setups(DRAM, nvme(tmp_path, load_timeout_s=0.2, store_timeout_s=0.3))
     with KvRig([first, hanging(second, breaker=Breaker(max_failures=1, pause_s=60))]) as rig:
@@ -35,13 +53,7 @@ def test_a_tier_that_hangs_costs_its_time_out_and_no_other_tiers_blocks(tmp_path
 def test_blocks_under_transfers_that_hang_come_back_when_those_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = Transfer.done
-    hang = threading.Event()
-
-    def stuck(self: Transfer) -> bool:
-        return not (hang.is_set() and self.request.path.backend == "POSIX") and done(self)
-
-    monkeypatch.setattr(Transfer, "done", stuck)
+    hang, _ = disk_that_hangs(monkeypatch)
     short: dict[str, Any] = {"load_timeout_s": 0.1, "store_timeout_s": 0.1, "max_failures": 100}
     tiers = setups({**DRAM, "capacity": 8 * BLOCK_BYTES}, nvme(tmp_path, **ON_EVICT, **short))
     with KvRig(tiers) as rig:
@@ -98,18 +110,7 @@ def test_a_load_whose_thread_waits_in_the_kernel_is_given_up_and_the_tier_paused
 def test_a_load_without_news_is_given_up_and_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = Transfer.done
-    hang = threading.Event()
-    begun: list[Transfer] = []
-
-    def stuck(self: Transfer) -> bool:
-        if not (hang.is_set() and self.request.path.backend == "POSIX"):
-            return done(self)
-        if self not in begun:
-            begun.append(self)
-        return False
-
-    monkeypatch.setattr(Transfer, "done", stuck)
+    hang, begun = disk_that_hangs(monkeypatch)
     with KvRig(setups(nvme(tmp_path, load_timeout_s=60.0, stall_timeout_s=0.2))) as rig:
         rig.store(chain(1, 4))
         rig.settle()
@@ -127,13 +128,7 @@ def test_loads_wait_for_no_silent_store_and_the_tier_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk may take its time to write; what waits behind that is computed meanwhile."""
-    done = Transfer.done
-    hang = threading.Event()
-
-    def stuck(self: Transfer) -> bool:
-        return not (hang.is_set() and self.request.path.backend == "POSIX") and done(self)
-
-    monkeypatch.setattr(Transfer, "done", stuck)
+    hang, _ = disk_that_hangs(monkeypatch)
     with KvRig(setups(nvme(tmp_path, load_timeout_s=60.0, stall_timeout_s=0.2))) as rig:
         rig.store(chain(1, 4))
         rig.settle()

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
-from commutator.contract.principal import Credentials
 from commutator.contract.protocol import MountedProtocol, Route
-from commutator.frontend import WORKING_FOR, FrontendServices, Gate, require
+from commutator.frontend import FrontendServices, Gate
 from commutator_endpoint_picker.config import EndpointPickerConfig
 from commutator_endpoint_picker.picking import Endpoints, Pick, PickingDispatcher
+from commutator_grpc.call import identify
 from commutator_http.byte_budget import ByteBudget
 from commutator_http.call import MessageCall, request_id_of, room_for
-from commutator_http.middleware import bearer_of
 
 _BODIES = 8
 """Bodies of the largest size that are read and parsed at the same time; others wait."""
@@ -132,14 +131,4 @@ class PickCall(MessageCall):
 
     async def identify(self) -> None:
         """Find the principal, and begin to count the request. Raises AuthenticationError."""
-        gate, headers = self.parts_of_door.gate, self.headers
-        principal = gate.known.get(headers.get("authorization", ""))
-        if principal is None:  # not by its key alone
-            credentials = Credentials(bearer=bearer_of(headers), headers=headers, peer=self.peer)
-            principal = await gate.principal(credentials)
-        self.principal = principal
-        WORKING_FOR.set(principal.name)
-        if not self.is_quiet:
-            if self.explains:
-                require(principal, "explain", "X-Commutator-Explain")
-            self.counts = self.services.request_limiter.begin(principal)
+        await identify(self, self.parts_of_door.gate, counts=not self.is_quiet)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from attrs import Factory, frozen
 
 from commutator import PositiveInt, PositiveSeconds, Secret, setting
-from commutator.contract.door import Operations
 from commutator.contract.settings import Port
 from commutator_grpc.config import GrpcServerConfig
 
@@ -16,9 +15,6 @@ from commutator_grpc.config import GrpcServerConfig
 class EndpointPickerConfig(GrpcServerConfig):
     """Tells gateways, by Envoy's external processing protocol, which worker gets a request."""
 
-    operations: Operations = setting(
-        "Only `off`: operators need a door of kind `http`, such as `frontend.admin`.", "off"
-    )
     api_keys: tuple[Secret, ...] = setting(
         "Clients of the gateway must send one of these as a bearer token; empty lets everyone in.",
         (),

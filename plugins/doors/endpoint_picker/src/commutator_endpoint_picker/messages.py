@@ -126,15 +126,16 @@ def picked(decided: Decided, *, had_body: bool, had_trailers: bool) -> Iterator[
     metadata.fields[DESTINATION].string_value = destination
     yield response.SerializeToString()
     if had_body:
-        yield from _body_pieces(decided.body, ends=not had_trailers)
+        yield from _body_pieces("request_body", decided.body, ends=not had_trailers)
     if had_trailers:
         yield passed_trailers("request_trailers")
 
 
-def _body_pieces(body: bytes, *, ends: bool) -> Iterator[bytes]:
+def _body_pieces(kind: str, body: bytes, *, ends: bool) -> Iterator[bytes]:
+    """``kind`` is "request_body" or "response_body"."""
     for begin in range(0, max(1, len(body)), CHUNK_BYTES):
         response = _Response()
-        streamed = response.request_body.response.body_mutation.streamed_response
+        streamed = getattr(response, kind).response.body_mutation.streamed_response
         streamed.body = body[begin : begin + CHUNK_BYTES]
         streamed.end_of_stream = ends and begin + CHUNK_BYTES >= len(body)
         yield response.SerializeToString()
@@ -157,13 +158,8 @@ def passed_body(body: bytes, *, ends: bool, duplex: bool) -> Iterator[bytes]:
         response = _Response()
         response.response_body.response.SetInParent()
         yield response.SerializeToString()
-        return
-    for begin in range(0, max(1, len(body)), CHUNK_BYTES):
-        response = _Response()
-        streamed = response.response_body.response.body_mutation.streamed_response
-        streamed.body = body[begin : begin + CHUNK_BYTES]
-        streamed.end_of_stream = ends and begin + CHUNK_BYTES >= len(body)
-        yield response.SerializeToString()
+    else:
+        yield from _body_pieces("response_body", body, ends=ends)
 
 
 def passed_trailers(kind: str) -> bytes:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from commutator import DoorRegister, RouterConfig, RouterRegister, hookimpl
-from commutator.contract.door import Door, DoorAddress, OpenDoor
+from commutator.contract.door import DoorAddress, OpenDoor
 from commutator.contract.protocol import Example, MountedProtocol
 from commutator_endpoint_picker.config import EndpointPickerConfig
 from commutator_endpoint_picker.named import Named
-from commutator_http.config import key_problems
+from commutator_grpc.plugin import GrpcServerDoor
 
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
@@ -19,26 +19,17 @@ _KEEP_ANSWERS = frozenset({"responses"})
 """Protocols that keep answers, which a picker does not read."""
 
 
-class EndpointPicker(Door[EndpointPickerConfig, "FrontendServices"]):
+class EndpointPicker(GrpcServerDoor[EndpointPickerConfig]):
     """Envoy's external processing protocol."""
 
-    def problems(self, config: EndpointPickerConfig) -> Iterable[str]:
-        if config.operations != "off":
-            yield (
-                "operations: an endpoint picker serves no operators: leave it out, and write "
-                "`admin: {port: 9000}` beside the door, or a door of kind http"
-            )
+    called = "an endpoint picker"
+
+    def protocol_problems(self, config: EndpointPickerConfig) -> Iterable[str]:
         if not config.protocols:
             yield "protocols: an endpoint picker without any reads no request: [{kind: openai}]"
         for one in config.protocols:
             if one.kind in _KEEP_ANSWERS:
                 yield f"protocols: {one.kind} keeps answers, which pass an endpoint picker by"
-        yield from key_problems(config.api_keys)
-        if config.tls is not None and (problem := config.tls.problem()):
-            yield f"tls: {problem}"
-
-    def needs_key(self, config: EndpointPickerConfig, services: FrontendServices) -> bool:
-        return bool(config.api_keys) or not services.gate.is_open
 
     def address(
         self, config: EndpointPickerConfig, netloc: str, example: Example | None

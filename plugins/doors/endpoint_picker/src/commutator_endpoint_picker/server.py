@@ -20,13 +20,8 @@ from commutator_endpoint_picker.config import EndpointPickerConfig
 from commutator_endpoint_picker.exchange import Exchange
 from commutator_endpoint_picker.messages import METHOD, SERVICE
 from commutator_grpc.health import HealthServicer
-from commutator_grpc.server import listen, server_options
-from commutator_http.app import StaticKeys
-from commutator_http.config import HttpConfig
-from commutator_http.server import Runner, open_local
+from commutator_grpc.server import gate_of, serve, server_options
 
-_DRAIN_S = 86_400.0
-"""Longer than any drain: ``close`` ends it."""
 _FORGET_S = 60.0
 
 
@@ -52,55 +47,31 @@ async def open_server(
             "each worker and name its port in the door's `endpoints`, or leave it out"
         )
         raise ConfigError([problem], "frontend")
-    gate = services.gate
-    if config.api_keys:
-        keys = StaticKeys([secret.reveal() for secret in config.api_keys])
-        gate = gate.after("api_keys", keys)
-    parts = PickerParts(config, services, gate, protocols)
+    parts = PickerParts(config, services, gate_of(config, services), protocols)
     server = grpc.aio.server(
         options=server_options(config), maximum_concurrent_rpcs=config.max_calls
     )
     health = HealthServicer(services, ["readiness", SERVICE], alive=["liveness"])
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     server.add_generic_rpc_handlers((_Process(parts),))
-    port = listen(server, config)
-    await server.start()
-    local = None
-    if local_socket is not None:
-        try:
-            local = await open_local(HttpConfig(), services, protocols, local_socket)
-        except BaseException:
-            await server.stop(None)
-            raise
-    return OpenPicker(server, port, parts, local)
+    return OpenPicker(await serve(server, config, services, protocols, local_socket), parts)
 
 
 class OpenPicker(OpenDoor):
-    """The listening server."""
+    """The listening server, and what is forgotten meanwhile."""
 
-    def __init__(
-        self, server: grpc.aio.Server, port: int, parts: PickerParts, local: Runner | None
-    ) -> None:
-        """``local`` serves the run's own user until the end."""
-        self.port = port
+    def __init__(self, server: OpenDoor, parts: PickerParts) -> None:
+        self.port = server.port
         self._server = server
-        self._local = local
-        self._stopping: asyncio.Task[None] | None = None
         self._forgetting = asyncio.create_task(_forget_the_gone(parts))
 
     async def stop_accepting(self) -> None:
-        # Gateways are told to go elsewhere; to end a stream early would cut its answer.
-        self._stopping = asyncio.create_task(self._server.stop(_DRAIN_S))
-        await asyncio.sleep(0)
+        await self._server.stop_accepting()
 
     async def close(self) -> None:
-        tasks = [task for task in (self._stopping, self._forgetting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.stop(None)
-        if self._local is not None:
-            await self._local.cleanup()
+        self._forgetting.cancel()
+        await asyncio.gather(self._forgetting, return_exceptions=True)
+        await self._server.close()
 
 
 async def _forget_the_gone(parts: PickerParts) -> None:

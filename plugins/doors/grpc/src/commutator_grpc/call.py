@@ -67,6 +67,25 @@ class DoorParts:
         self.services.metrics.connection_dropped("unread_answer")
 
 
+async def identify(call: MessageCall, gate: Gate, *, counts: bool) -> None:
+    """Find the principal of a call, whose requests it counts among where it ``counts``.
+
+    Raises AuthenticationError, and what says that the principal may send no more, or not so.
+    """
+    headers = call.headers
+    principal: Principal | None = gate.known.get(headers.get("authorization", ""))
+    if principal is None:  # not by its key alone
+        principal = await gate.principal(
+            Credentials(bearer=bearer_of(headers), headers=headers, peer=call.peer)
+        )
+    call.principal = principal
+    WORKING_FOR.set(principal.name)
+    if counts:
+        if call.explains:
+            require(principal, "explain", "X-Commutator-Explain")
+        call.counts = call.services.request_limiter.begin(principal)
+
+
 class RpcCall(MessageCall):
     """What a message of a stream and a call of its own have in common."""
 
@@ -101,18 +120,7 @@ class RpcCall(MessageCall):
 
     async def identify(self) -> None:
         """Find the principal, and begin to count the request. Raises AuthenticationError."""
-        gate, headers = self.parts_of_door.gate, self.headers
-        principal: Principal | None = gate.known.get(headers.get("authorization", ""))
-        if principal is None:  # not by its key alone
-            principal = await gate.principal(
-                Credentials(bearer=bearer_of(headers), headers=headers, peer=self.peer)
-            )
-        self.principal = principal
-        WORKING_FOR.set(principal.name)
-        if self.method != "RPC_GET":
-            if self.explains:
-                require(principal, "explain", "X-Commutator-Explain")
-            self.counts = self.services.request_limiter.begin(principal)
+        await identify(self, self.parts_of_door.gate, counts=self.method != "RPC_GET")
 
 
 class UnaryCall(RpcCall):

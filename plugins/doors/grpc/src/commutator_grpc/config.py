@@ -46,6 +46,14 @@ class GrpcTlsConfig:
 class GrpcServerConfig(DoorConfig):
     """What every door that listens for gRPC has."""
 
+    operations: Operations = setting(
+        "Only `off`: operators need a door of kind `http`, such as `frontend.admin`.", "off"
+    )
+    api_keys: tuple[Secret, ...] = setting(
+        "Clients must send one of these as a bearer token in the metadata `authorization`; empty "
+        "lets everyone in.",
+        (),
+    )
     tls: GrpcTlsConfig | None = setting("Serve over TLS.", None)
     max_message_bytes: PositiveInt = setting(
         "Larger messages of clients are answered RESOURCE_EXHAUSTED.", 8 << 20
@@ -78,14 +86,6 @@ class GrpcServerConfig(DoorConfig):
 class GrpcConfig(GrpcServerConfig):
     """gRPC over HTTP/2, with or without TLS."""
 
-    operations: Operations = setting(
-        "Only `off`: operators need a door of kind `http`, such as `frontend.admin`.", "off"
-    )
-    api_keys: tuple[Secret, ...] = setting(
-        "Clients must send one of these as a bearer token in the metadata `authorization`; empty "
-        "lets everyone in.",
-        (),
-    )
     message_timeout_s: PositiveSeconds = setting(
         "Longest time for the message of a call to arrive; then DEADLINE_EXCEEDED.", 60.0
     )

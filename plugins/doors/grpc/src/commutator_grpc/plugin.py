@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import json
 import shlex
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from commutator import DoorRegister, hookimpl
 from commutator.contract.door import Door, DoorAddress, OpenDoor
 from commutator.contract.protocol import Example, MountedProtocol
-from commutator_grpc.config import GrpcConfig
+from commutator_grpc.config import GrpcConfig, GrpcServerConfig
 from commutator_http.config import key_problems
 
 if TYPE_CHECKING:
     from commutator.frontend import FrontendServices
 
+ServerConfigT = TypeVar("ServerConfigT", bound=GrpcServerConfig)
 
-class GrpcDoor(Door[GrpcConfig, "FrontendServices"]):
-    """gRPC over HTTP/2."""
 
-    serves_rpcs = True
+class GrpcServerDoor(Door[ServerConfigT, "FrontendServices"]):
+    """What every door that listens for gRPC has."""
 
-    def problems(self, config: GrpcConfig) -> Iterable[str]:
+    called: ClassVar[str]
+    """For people, such as "a door of kind grpc"."""
+
+    @abstractmethod
+    def protocol_problems(self, config: ServerConfigT) -> Iterable[str]:
+        """What is wrong with the protocols of the door."""
+
+    def problems(self, config: ServerConfigT) -> Iterable[str]:
         if config.operations != "off":
             yield (
-                "operations: a door of kind grpc serves no operators: leave it out, and write "
+                f"operations: {self.called} serves no operators: leave it out, and write "
                 "`admin: {port: 9000}` beside the door, or a door of kind http"
             )
-        if not config.protocols:
-            yield "protocols: a door of kind grpc without any serves nobody: write [{kind: kserve}]"
+        yield from self.protocol_problems(config)
         yield from key_problems(config.api_keys)
         if config.tls is not None and (problem := config.tls.problem()):
             yield f"tls: {problem}"
 
-    def needs_key(self, config: GrpcConfig, services: FrontendServices) -> bool:
+    def needs_key(self, config: ServerConfigT, services: FrontendServices) -> bool:
         return bool(config.api_keys) or not services.gate.is_open
+
+
+class GrpcDoor(GrpcServerDoor[GrpcConfig]):
+    """gRPC over HTTP/2."""
+
+    serves_rpcs = True
+    called = "a door of kind grpc"
+
+    def protocol_problems(self, config: GrpcConfig) -> Iterable[str]:
+        if not config.protocols:
+            yield "protocols: a door of kind grpc without any serves nobody: write [{kind: kserve}]"
 
     def address(self, config: GrpcConfig, netloc: str, example: Example | None) -> DoorAddress:
         url = f"{'https' if config.tls else 'http'}://{netloc}"

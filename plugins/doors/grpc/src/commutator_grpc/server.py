@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from commutator.contract.door import OpenDoor
 from commutator.contract.protocol import RPC_METHODS, MountedProtocol, Route
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices
+from commutator.frontend import FrontendServices, Gate
 from commutator_grpc.call import CallInfo, DoorParts, UnaryCall, headers_of
 from commutator_grpc.config import GrpcConfig, GrpcServerConfig
 from commutator_grpc.health import HealthServicer
@@ -54,11 +54,7 @@ async def open_server(
     """
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
-    gate = services.gate
-    if config.api_keys:
-        keys = StaticKeys([secret.reveal() for secret in config.api_keys])
-        gate = gate.after("api_keys", keys)
-    parts = DoorParts(config, services, gate)
+    parts = DoorParts(config, services, gate_of(config, services))
     streams = OpenStreams()
     routes = _handlers(parts, protocols, streams)
     server = grpc.aio.server(
@@ -72,6 +68,30 @@ async def open_server(
             GuardedReflection(parts, [*names, _HEALTH], pool), server
         )
     server.add_generic_rpc_handlers((_Routes(routes),))
+    return await serve(server, config, services, protocols, local_socket, streams.end)
+
+
+def gate_of(config: GrpcServerConfig, services: FrontendServices) -> Gate:
+    """Who is let in: the front door's gate, and whoever has a key of the door."""
+    if not config.api_keys:
+        return services.gate
+    keys = StaticKeys([secret.reveal() for secret in config.api_keys])
+    return services.gate.after("api_keys", keys)
+
+
+async def serve(
+    server: grpc.aio.Server,
+    config: GrpcServerConfig,
+    services: FrontendServices,
+    protocols: Sequence[MountedProtocol],
+    local_socket: str | None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> OpenServer:
+    """Listen with ``server``, whose handlers are there; HTTP is spoken on ``local_socket``.
+
+    ``on_stop`` is called before connections are told to go elsewhere. Raises ConfigError when an
+    address cannot be listened on, or a file cannot be read.
+    """
     port = listen(server, config)
     await server.start()
     local = None
@@ -81,24 +101,28 @@ async def open_server(
         except BaseException:
             await server.stop(None)
             raise
-    return OpenServer(server, port, streams, local)
+    return OpenServer(server, port, local, on_stop)
 
 
 class OpenServer(OpenDoor):
     """The listening server."""
 
     def __init__(
-        self, server: grpc.aio.Server, port: int, streams: OpenStreams, local: Runner | None
+        self,
+        server: grpc.aio.Server,
+        port: int,
+        local: Runner | None,
+        on_stop: Callable[[], None],
     ) -> None:
         """``local`` serves the run's own user until the end."""
         self.port = port
         self._server = server
-        self._streams = streams
         self._local = local
+        self._on_stop = on_stop
         self._stopping: asyncio.Task[None] | None = None
 
     async def stop_accepting(self) -> None:
-        self._streams.end()
+        self._on_stop()
         # Connections are told to go elsewhere; calls that have begun go on.
         self._stopping = asyncio.create_task(self._server.stop(_DRAIN_S))
         await asyncio.sleep(0)
