@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from attrs import frozen
@@ -70,5 +71,7 @@ async def _beside(_: RolloutConfig, context: SupervisorContext) -> Service:
 @hookimpl
 def operations_register(register: OperationsRegister) -> None:
     """Kind `rollout`: what should run, changed while it runs."""
+    if find_spec("commutator_traffic") is None:
+        return  # taken away by hand: the rest serves, and `pip install commutator-rollout` mends it
     factory: Any = SupervisedOperations(_at_door, _beside)
     register("rollout", RolloutConfig, factory, "beta")
