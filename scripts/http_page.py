@@ -82,6 +82,8 @@ it when its own is lost. Other models refuse it with 400; it is never ignored. `
 Of answers and of prompts they are before temperature and filters. In completions `logprobs: N` lists at each place the token and
 the `N` likeliest, up to `N` + 1; in chat `top_logprobs: N` the `N` likeliest. `echo` with `logprobs`, and `prompt_logprobs`, tell
 those of the prompt, with `max_tokens: 0` alone; the prompt is then computed whole, by one worker, and read from no cache.
+Nothing comes before the first token of a prompt, so its two places hold `null`, as vLLM's do and `lm-eval` expects. The type that
+`openai` has for them knows no `null`: a client that checks every field (`_strict_response_validation=True`) refuses that answer.
 `reference`, `vllm`, `sglang` and `sim` have them; other engines are refused by name. `lm-eval` asks so:
 
 ```text

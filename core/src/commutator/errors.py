@@ -31,6 +31,7 @@ Messages say what happened, where, and what to do next.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -107,21 +108,30 @@ class RateLimitError(CommutatorError):
         super().__init__(message)
 
 
-class PermissionDeniedError(CommutatorError):
-    """The principal lacks a permission. ``param`` names the field, in the client's spelling."""
+class _FieldError(CommutatorError):
+    """About a field of a request. ``param`` names it, in the client's spelling."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         self.param = param
         super().__init__(message)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Say what the client calls the field, where ``names`` has it by ``param``."""
+        if self.param is not None and (own := names.get(self.param)) is not None:
+            self.args = (str(self).replace(f"{self.param}:", f"{own}:", 1),)
+            self.param = own
 
-class RequestError(CommutatorError):
-    """The request is wrong. ``param`` names the field, in the client's spelling."""
+
+class PermissionDeniedError(_FieldError):
+    """The principal lacks a permission."""
+
+
+class RequestError(_FieldError):
+    """The request is wrong."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        self.param = param
         self.code = code
-        super().__init__(message)
+        super().__init__(message, param)
 
 
 class RoutingError(CommutatorError):

@@ -37,7 +37,8 @@ def test_the_fields_of_sampling() -> None:
     assert asked.generate == Generate(
         model="m", stream=True, max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, stop=("x",),
         params={
-            "stop": "stop_sequences", "constraint": "output_config.format",
+            "prompt": "messages", "stop": "stop_sequences",
+            "response_format": "output_config.format",
             "retention": "cache_control",
         },
     )  # fmt: skip

@@ -6,7 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from attrs import evolve
+from openai.types import Completion
+from pydantic import ValidationError
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, FrontDoor, answer, front_door
 
 from commutator.contract.request import (
@@ -56,6 +59,16 @@ async def test_a_log_likelihood_is_asked_for_by_echo() -> None:
                 assert token in top
     assert none["usage"]["completion_tokens"] == 0
     assert {choice["finish_reason"] for choice in none["choices"]} == {"length"}
+
+
+async def test_all_but_the_first_token_is_as_the_client_of_openai_checks_it() -> None:
+    async with front_door(FakeDispatcher(answer(" Paris."))) as door:
+        _, body = await door.complete(prompt="The capital", echo=True, logprobs=1)
+    with pytest.raises(ValidationError) as refused:
+        Completion.model_validate(body)
+    places = [".".join(map(str, one["loc"])) for one in refused.value.errors()]
+    lists = ("token_logprobs", "top_logprobs")
+    assert sorted(places) == [f"choices.0.logprobs.{name}.0" for name in lists]
 
 
 async def test_streams_tell_the_same_as_whole_answers() -> None:

@@ -165,7 +165,7 @@ async def test_an_over_long_prompt_is_refused_with_both_lengths(chat: bool) -> N
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == ("messages" if chat else "prompt")
     assert "context is 50 tokens (of 8192: memory or an option" in error["message"]
-    assert "the prompt has 40 and max_tokens asks for 11 more" in too_many["error"]["message"]
+    assert "the prompt has 40 and 11 more are asked for" in too_many["error"]["message"]
     assert (fits, full) == (200, 400)
 
 

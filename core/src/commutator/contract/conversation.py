@@ -257,8 +257,4 @@ class Generate:
     engine_options: Mapping[str, Any] = field(factory=dict)
     """Options that only the model's engine has, by name."""
     params: Mapping[str, str] = field(factory=dict)
-    """The protocol's names of fields that it calls something else, for errors: ours to its."""
-
-    def param(self, name: str) -> str:
-        """What the client calls the field ``name``."""
-        return self.params.get(name, name)
+    """What the protocol calls fields, for errors, by their names in OpenAI's chat."""

@@ -63,14 +63,11 @@ async def make_plan(asked: Generate, target: Target) -> Plan:
     salt = salted(target.principal, asked.cache_salt)
     if asked.conversation is None:
         return await _plan_prompts(asked, target, salt)
-    conversations = 1 + len(asked.further)
-    _check_answers(asked.answers, conversations)
-    check_answers(target.principal, asked.answers * conversations)
-    plan = await _plan_conversation(asked, asked.conversation, target, salt)
-    if not asked.further:
-        return plan
-    further = [await _plan_conversation(asked, one, target, salt) for one in asked.further]
-    return _joined([plan, *further], target.request_id)
+    conversations = [asked.conversation, *asked.further]
+    _check_answers(asked.answers, len(conversations))
+    check_answers(target.principal, asked.answers * len(conversations))
+    plans = [await _plan_conversation(asked, one, target, salt) for one in conversations]
+    return plans[0] if len(plans) == 1 else _joined(plans, target.request_id)
 
 
 def _joined(plans: Sequence[Plan], request_id: str) -> Plan:
@@ -107,7 +104,7 @@ async def _plan_conversation(
         asked, mode = evolve(asked, constraint=forced.constraint), choice.mode
     elif strict and target.parser is not None:
         asked, mode = evolve(asked, constraint=target.parser.strict(conversation)), "auto"
-    _check_constraint(asked, "constraint" if mode is None else "tools")
+    _check_constraint(asked, "response_format" if mode is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(
         rendered.followed_by(opening), salt=salt, add_special_tokens=False, max_tokens=limit
@@ -126,7 +123,7 @@ async def _plan_conversation(
 
 
 async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Plan:
-    _check_constraint(asked, "constraint")
+    _check_constraint(asked, "response_format")
     _check_answers(asked.answers, len(asked.prompts))
     limit = None if asked.keep_tokens else target.max_model_len
     check_answers(target.principal, asked.answers * len(asked.prompts))
@@ -165,11 +162,10 @@ def _check_constraint(asked: Generate, param: str) -> None:
     value = "" if asked.constraint is None else asked.constraint.value
     size = len(value) if isinstance(value, str) else sum(map(len, value))
     if size > _MAX_CONSTRAINT_CHARACTERS:
-        name = asked.params.get(param, "response_format" if param == "constraint" else param)
         raise RequestError(
-            f"{name}: what the answer follows has {size} characters, and at most "
+            f"{param}: what the answer follows has {size} characters, and at most "
             f"{_MAX_CONSTRAINT_CHARACTERS} are served",
-            name,
+            param,
         )
 
 
@@ -208,7 +204,7 @@ def _plan(
     rules = _choice_rules(asked, target.text)
     check_answers(target.principal, answers * len(prompts))
     if asked.retention not in {None, KvRetention()}:
-        require(target.principal, "pin", asked.param("retention"))
+        require(target.principal, "pin", "retention")
     retention = () if asked.retention is None else (asked.retention,)
     priority = allowed_priority(target.principal, asked.priority)
     constraint = asked.constraint
@@ -421,7 +417,7 @@ def _max_tokens(asked: Generate, prompt_tokens: int, target: Target) -> int:
         raise RequestError(
             f"this model's context is {max_model_len} tokens{limited} and the prompt has "
             f"{prompt_tokens}: no room is left for an answer; shorten the prompt",
-            asked.param("messages" if is_chat else "prompt"),
+            "messages" if is_chat else "prompt",
             "context_length_exceeded",
         )
     if asked.max_tokens == 0:
@@ -432,11 +428,10 @@ def _max_tokens(asked: Generate, prompt_tokens: int, target: Target) -> int:
     if asked.max_tokens > left and is_chat:
         return left  # clients of agents always ask for more than there is; `answer` says so
     if asked.max_tokens > left:
-        param = asked.param("max_tokens")
         raise RequestError(
-            f"this model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            f"{param} asks for {asked.max_tokens} more",
-            param,
+            f"max_tokens: this model's context is {max_model_len} tokens; the prompt has "
+            f"{prompt_tokens} and {asked.max_tokens} more are asked for",
+            "max_tokens",
             "context_length_exceeded",
         )
     return asked.max_tokens
@@ -449,7 +444,7 @@ def _choice_rules(asked: Generate, model: TextModel) -> ChoiceRules:
             raise RequestError(
                 f"stop: expected strings of 1 to {_MAX_STOP_CHARACTERS} characters, "
                 f"got one of {len(string)}",
-                asked.param("stop"),
+                "stop",
             )
     return ChoiceRules(
         stop=tuple(asked.stop),

@@ -8,7 +8,7 @@ from functools import partial
 from commutator.contract.answer import AnswerWriter, Batch, Content, Finish, PromptLogprobs
 from commutator.contract.conversation import Generate
 from commutator.contract.request import Caller
-from commutator.errors import RequestError
+from commutator.errors import PermissionDeniedError, RequestError
 from commutator.frontend.limits import TimeLimit
 from commutator.frontend.request.call import Call
 from commutator.frontend.request.conversation import NOT_SERVED
@@ -52,7 +52,11 @@ async def answer(
     sender = call.caller(asked.user, asked.session_id)
     async with call.services.limiter.of(sender):
         attempt = partial(_answer, call, asked, make_writer, limit, written, sender)
-        await call.serve(asked.model, attempt)
+        try:
+            await call.serve(asked.model, attempt)
+        except (RequestError, PermissionDeniedError) as error:
+            error.rename(asked.params)
+            raise
 
 
 async def _answer(
@@ -84,7 +88,8 @@ async def _answer(
         call.answer_headers[MAX_TOKENS_HEADER] = str(longest)
     writer = make_writer(plan)
     if call.counts and call.ticket is None:
-        stated = None if _leaves_length_open(asked) else longest
+        is_open = asked.max_tokens is None and asked.conversation is not None
+        stated = None if is_open else longest
         call.ticket = await services.request_limiter.admit(
             call.principal, plan.prompt_tokens, len(plan.requests), stated
         )
@@ -111,7 +116,7 @@ async def _answer(
                     _note_routing(call, generation)
                 _account(call, generation)
     except RequestError as refused:
-        if (told := _of_constraint(refused, asked, plan)) is None:
+        if (told := _of_constraint(refused, plan)) is None:
             raise
         raise told from refused
     call.answering = True
@@ -119,12 +124,7 @@ async def _answer(
     await call.reply(parts, writer.whole_type)
 
 
-def _leaves_length_open(asked: Generate) -> bool:
-    """The client of a chat left the longest answer to the model."""
-    return asked.max_tokens is None and asked.conversation is not None
-
-
-def _of_constraint(refused: RequestError, asked: Generate, plan: Plan) -> RequestError | None:
+def _of_constraint(refused: RequestError, plan: Plan) -> RequestError | None:
     """An engine's refusal of a constraint, in the client's words; None: it is of something else.
 
     Engines that take clients' requests unchanged may still serve calls that are forced.
@@ -139,8 +139,7 @@ def _of_constraint(refused: RequestError, asked: Generate, plan: Plan) -> Reques
         return RequestError(f"{where}: {text}", param, refused.code or NOT_SERVED)
     if refused.param is None and text == str(refused):
         return None
-    name = asked.params.get("constraint", field)
-    return RequestError(f"{name}: {text}", name, refused.code)
+    return RequestError(f"{field}: {text}", field, refused.code)
 
 
 async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool) -> list[bytes]:

@@ -96,8 +96,9 @@ def read_request(body: Mapping[str, Any], *, server_tools: Literal["leave_out", 
         constraint=_constraint(given),
         retention=_mark(given, ""),
         params={
+            "prompt": "messages",
             "stop": "stop_sequences",
-            "constraint": "output_config.format",
+            "response_format": "output_config.format",
             "retention": "cache_control",
         },
     )

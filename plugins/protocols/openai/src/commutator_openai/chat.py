@@ -268,10 +268,10 @@ def asked_chat(body: ChatRequest) -> Generate:
     """Raises RequestError for what contradicts itself."""
     _check_stream_options(body)
     asked = _asked(body)
-    asked.conversation = conversation_of(body)
+    asked.conversation, asked.params = conversation_of(body), _PARAMS_OF_CHAT
     if body.max_completion_tokens is not None:
         asked.max_tokens = body.max_completion_tokens
-        asked.params = _PARAMS_OF_CHAT
+        asked.params = _PARAMS_OF_NEWER_CHAT
     if body.logprobs:
         asked.top_logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -335,7 +335,8 @@ def asked_completion(body: CompletionRequest) -> Generate:
 
 
 _PARAMS = {"retention": "cache_control"}
-_PARAMS_OF_CHAT = {**_PARAMS, "max_tokens": "max_completion_tokens"}
+_PARAMS_OF_CHAT = {**_PARAMS, "prompt": "messages"}
+_PARAMS_OF_NEWER_CHAT = {**_PARAMS_OF_CHAT, "max_tokens": "max_completion_tokens"}
 
 
 def _asked(body: ChatRequest | CompletionRequest) -> Generate:

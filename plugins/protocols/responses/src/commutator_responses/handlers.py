@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from attrs import frozen
 
 from commutator.contract.response_store import ResponseStore
+from commutator.errors import RequestError
 from commutator.frontend import Call, TimeLimit, answer, conversation_prompt, read_object, salted
 from commutator_openai.values import not_served, optional, shown, wrong
 from commutator_responses.background import Background
@@ -17,7 +19,7 @@ from commutator_responses.compaction import CompactionWriter, read_compaction
 from commutator_responses.conversations import REMEMBERED, Conversations, Remembered, Turn, items_of
 from commutator_responses.items import Item, with_ids
 from commutator_responses.making import Making, make
-from commutator_responses.reading import Asked, read_conversation, read_request
+from commutator_responses.reading import PARAMS, Asked, read_conversation, read_request
 from commutator_responses.tools import ServerTools
 from commutator_responses.truncation import truncate
 from commutator_responses.writer import ResponseWriter, line_responses, new_response
@@ -84,7 +86,8 @@ class Handlers:
         turn = await self.conversations.turn(call, body)
         asked = read_request(body, turn.items, server_tools=self.server_tools, earlier=turn.earlier)
         if body.get("truncation") == "auto":
-            await truncate(call, asked)
+            with _in_our_names():
+                await truncate(call, asked)
         _name_ignored(call, asked.ignored)
         key = secrets.token_hex(16)
         _join_session(call, asked, turn, key)
@@ -111,9 +114,10 @@ class Handlers:
         assert generate.conversation is not None
         async with services.limiter.of(call.caller()):
             prompts = services.preprocessors[name]
-            await conversation_prompt(
-                prompts, generate.conversation, salted(call.principal, generate.cache_salt)
-            )
+            with _in_our_names():
+                await conversation_prompt(
+                    prompts, generate.conversation, salted(call.principal, generate.cache_salt)
+                )
         response = new_response(making.key, name, making.asked.echo, generate)
         lines, final = line_responses(response)
         if making.keeps and self.store is not None:
@@ -135,7 +139,8 @@ class Handlers:
                 model = optional(body, "model", str, "a name from /v1/models")
                 name, _ = call.text_model(model)
                 prompts, salt = services.preprocessors[name], salted(principal, None)
-                prompt = await conversation_prompt(prompts, conversation, salt)
+                with _in_our_names():
+                    prompt = await conversation_prompt(prompts, conversation, salt)
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
         await call.reply([_encode(counted)])
 
@@ -250,6 +255,16 @@ def _page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
         "last_id": page[-1]["id"] if page else "",
         "has_more": len(page) < len(ordered),
     }
+
+
+@contextmanager
+def _in_our_names() -> Generator[None]:
+    """Errors of what all protocols share name fields as this one does."""
+    try:
+        yield
+    except RequestError as error:
+        error.rename(PARAMS)
+        raise
 
 
 def _name_ignored(call: Call, ignored: Sequence[str]) -> None:

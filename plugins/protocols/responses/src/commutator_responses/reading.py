@@ -30,6 +30,12 @@ from commutator_openai.values import (
 from commutator_responses.items import Item, messages_of
 from commutator_responses.tools import ServerTools, Toolbox, read_toolbox
 
+PARAMS = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
 _MAX_TOKENS = 2**31 - 1
 _MAX_NAME = 256
 _MAX_STOPS = 16
@@ -125,11 +131,7 @@ def read_request(
         cache_salt=_label(given, "cache_salt"),
         token_ids=bool(optional(given, "enable_response_messages", bool, "true or false")),
         constraint=_constraint(given),
-        params={
-            "constraint": "text.format",
-            "max_tokens": "max_output_tokens",
-            "messages": "input",
-        },
+        params=PARAMS,
     )
     if generate.top_p == 0:  # the likeliest token alone
         generate.top_p, generate.top_k = None, 1
