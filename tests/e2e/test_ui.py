@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from attrs import define
 from tests.support.browser import Page, browser
 from tests.support.front_door import TEXT, FakeDispatcher, FrontDoor, answer, front_door
 from tests.support.principals import gate_of
 
 from commutator.contract.principal import Principal
+from commutator.contract.registry import Registry
 from commutator.contract.worker import EngineLoad
 from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
@@ -161,6 +163,91 @@ async def test_an_answer_is_shown_as_markdown_and_its_request_as_curl(page: Page
         assert page.barriers() == []
         assert page.run("return window.owned ?? null") is None
         assert await in_thread(page.problems) == []
+
+
+@define
+class Drains:
+    """Drains workers of a dispatcher."""
+
+    dispatcher: FakeDispatcher
+
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        self.dispatcher.states[worker_id] = "draining" if draining else "ready"
+        return True
+
+    def view_age_s(self) -> float:
+        return 0.0
+
+
+PARTS = """
+    const done = arguments[arguments.length - 1];
+    import("/ui/decision.js").then(({partsOf}) => {
+      const parts = partsOf(100, 64, 16, {overlap: {device: 2, host: 1}});
+      done(parts.filter(([, , count]) => count).map(([name, , count]) => `${name} ${count}`));
+    });
+"""
+
+
+async def test_an_operator_asks_why_and_drains_a_worker(page: Page) -> None:
+    dispatcher = FakeDispatcher(addresses={"fake-0": None, "fake-1": None})
+    dispatcher.script = answer("Yes.", cached_tokens=16)
+    gate = gate_of(Principal(name="root", permissions=frozenset({"admin", "explain"})))
+    async with front_door(dispatcher, gate=gate) as door:
+        door.services.registry = cast(Registry, Drains(dispatcher))
+
+        def use() -> None:
+            page.open(door.url)
+            page.until(lambda: page.run("return document.querySelector('#key-dialog').open"))
+            page.one("#key").send_keys("root\ue007")
+            page.until_text(WORKERS, "fake-1")
+            page.one("#test-request").click()
+            page.until_text(DECISIONS, "because it is Tuesday")
+            page.until(lambda: not page.one("#test-request").is_displayed())
+            page.one(f"{DECISIONS} button").click()
+            page.until_text("#decision-scores", "1.50")
+            assert "Why fake-0?" in page.text("#decision-dialog")
+            assert "3 blocks of 16 tokens:\n\ncomputed: 3" in page.text("#decision-blocks")
+            assert page.barriers() == []
+            page.one("#decision-dialog button").click()
+            page.one(f"{WORKERS} tr:nth-child(2) button").click()
+            assert "Drain fake-1?" in page.text("#drain-dialog")
+            assert page.barriers() == []
+            page.one("#drain-do").click()
+            page.until_text(WORKERS, "draining")
+            page.until_text("#events", "drain: fake-1 gets no new requests")
+            marks = "#timeline .mark.warned title"
+            assert "fake-1" in page.run(f"return document.querySelector('{marks}').textContent")
+            page.until_text(f"{WORKERS} tr:nth-child(2)", "Take back")
+            page.one(f"{WORKERS} tr:nth-child(2) button").click()
+            page.one("#drain-do").click()
+            page.until(lambda: "draining" not in page.text(WORKERS))
+            page.one("#tab-chat").click()
+            page.one("#question").send_keys("Why?\n")
+            page.until_text(".facts", "Why this worker")
+            page.one(".facts summary").click()
+            assert "1.50" in page.text(".facts .scores")
+            assert page.driver.execute_async_script(PARTS) == [
+                "found on device 2", "found on host 1", "found, too 1", "computed 3",
+            ]  # fmt: skip
+            assert page.barriers() == []
+
+        await in_thread(use)
+        assert await in_thread(page.problems) == []
+
+
+async def test_who_may_not_drain_is_told_the_command(page: Page) -> None:
+    async with front_door(FakeDispatcher()) as door:
+        await opened(page, door)
+
+        def use() -> None:
+            page.one(f"{WORKERS} button").click()
+            page.one("#drain-do").click()
+            page.until_text("#drain-problem", "commutator worker drain fake-0")
+            assert not page.one("#drain-do").is_displayed()
+            page.one("#drain-cancel").click()
+
+        await in_thread(use)
+        assert ["403" in one for one in await in_thread(page.problems)] == [True]
 
 
 @pytest.mark.long

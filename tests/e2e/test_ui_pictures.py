@@ -142,7 +142,7 @@ def top_as_svg(door: FrontDoor) -> str:
         history.add(snapshot)
         if number == 14:
             break
-    console.print(view(snapshot, history, 40))
+    console.print(view(snapshot, history, 40, console.width))
     return as_svg(console, "commutator top")
 
 

@@ -136,6 +136,8 @@ class FakeDispatcher:
     peers: int = 0
     addresses: Mapping[str, str | None] = field(factory=lambda: {"fake-0": None})
     """Where workers answer questions about themselves."""
+    states: dict[str, str] = field(factory=dict)
+    """By worker; the others are ready."""
     longest: int | None = None
     requests: list[GenerateRequest] = field(factory=list)
     callers: list[Caller] = field(factory=list)
@@ -165,9 +167,12 @@ class FakeDispatcher:
 
     def status(self) -> Sequence[WorkerStatus]:
         return [
-            WorkerStatus(worker, MODEL, "fake", "ready", self.open, self.open, address)
+            WorkerStatus(
+                worker, MODEL, "fake", self.states.get(worker, "ready"), self.open, self.open,
+                address, block_size=16,
+            )
             for worker, address in self.addresses.items()
-        ]
+        ]  # fmt: skip
 
     def forwards(self, model: str) -> bool:
         return False
@@ -330,7 +335,9 @@ class FakeDispatch:
         await self.aclose()
 
     def explain(self) -> dict[str, Any]:
-        return {**asdict(self.decision), "candidates": [{"worker_id": self.worker_id}]}
+        decision = self.decision
+        candidate = {"worker_id": self.worker_id, "scores": decision.scores[self.worker_id]}
+        return {**asdict(decision), "candidates": [candidate]}
 
     @property
     def route(self) -> Route:

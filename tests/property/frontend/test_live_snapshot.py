@@ -8,6 +8,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.contract.routing import Decision
 from commutator.contract.worker import EdgeStatistics, KvStatistics, TierState
 from commutator_console.snapshot import (
     DEVICE,
@@ -16,6 +17,8 @@ from commutator_console.snapshot import (
     RateWindow,
     RequestRow,
     cache_hits,
+    changes,
+    decision_row,
     flows,
     handovers,
     kv_totals,
@@ -170,3 +173,52 @@ def test_the_latest_of_all_doors_newest_first() -> None:
     recent, events = latest(doors, 4)
     assert [row.request_id for row in recent] == ["5", "4", "3", "2"]
     assert len(events) == 1  # both doors saw the same
+
+
+NAMES = st.sampled_from([f"w-{number}" for number in range(20)])
+TERMS = st.dictionaries(st.sampled_from(["cost", "queue"]), st.floats(-9, 9), max_size=2)
+
+
+@given(st.dictionaries(NAMES, TERMS), NAMES, st.integers(0, 5), st.integers(1, 12))
+def test_a_decision_keeps_the_chosen_and_the_best_others(
+    scores: dict[str, dict[str, float]], chosen: str, not_scored: int, most: int
+) -> None:
+    decision = Decision(
+        worker_id=chosen, policy="p", reason="r", scores=scores, not_scored=not_scored
+    )
+    row = decision_row("r", decision, most)
+    assert len(row.scores) == min(most, len(scores))
+    assert row.left_out == len(scores) - len(row.scores) + not_scored
+    assert all(scores[name] == terms for name, terms in row.scores.items())
+    if chosen in scores:
+        assert next(iter(row.scores)) == chosen
+    firsts = [next(iter(terms.values()), 0.0) for name, terms in row.scores.items()
+              if name != chosen]  # fmt: skip
+    assert firsts == sorted(firsts)
+
+
+SEEN = st.dictionaries(
+    NAMES,
+    st.tuples(st.sampled_from(["ready", "draining"]), st.sampled_from(["prefill", "decode"])),
+)
+
+
+@given(SEEN, SEEN)
+def test_every_drain_and_change_of_role_is_told_once(
+    before: dict[str, tuple[str, str]], now: dict[str, tuple[str, str]]
+) -> None:
+    found = list(changes(before, now))
+    known = before.keys() & now.keys()
+    drained = {one for one in known if (before[one][0], now[one][0]) == ("ready", "draining")}
+    moved = {one for one in known if before[one][1] != now[one][1]}
+    named = [(kind, text.split()[0]) for kind, text in found]
+    assert sorted(named) == sorted(
+        [("drain", one) for one in drained] + [("role", one) for one in moved]
+    )
+
+
+def test_the_same_event_of_two_doors_is_one_and_a_later_one_another() -> None:
+    event = Event(time_unix_s=5.4, kind="drain", text="w")
+    later = evolve(event, time_unix_s=9.0)
+    doors = [part("a", events=[event, later]), part("b", events=[evolve(event, time_unix_s=5.6)])]
+    assert latest(doors, 9)[1] == [later, event]

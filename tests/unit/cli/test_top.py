@@ -72,7 +72,9 @@ def drawn(
     history = History()
     history.add(shown)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(view(shown, history, height, lost))
+    Console(file=out, width=width, color_system=None).print(
+        view(shown, history, height, width, lost)
+    )
     return out.getvalue()
 
 

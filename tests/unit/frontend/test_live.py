@@ -16,7 +16,7 @@ from tests.support.front_door import MODEL, FakeDispatcher, FrontDoor, front_doo
 from tests.support.principals import gate_of, key_of
 
 from commutator.contract.principal import Principal
-from commutator.contract.worker import EngineLoad
+from commutator.contract.worker import EngineLoad, WorkerRecord
 from commutator.errors import OverloadedError
 from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
@@ -70,6 +70,10 @@ async def test_a_request_is_shown_with_its_decision_and_its_end() -> None:
         now = await next_snapshot(answer)
         while not now["recent"]:
             now = await next_snapshot(answer)
+        decision = await asked_why(door, now["recent"][0]["request_id"])
+        assert await status(f"{door.url}/admin/live/decision?request=none") == 404
+    assert (decision["worker_id"], decision["scores"]) == ("fake-0", {"fake-0": {"cost": 1.5}})
+    assert (decision["reason"], decision["left_out"]) == ("because it is Tuesday", 0)
     (row,) = now["recent"]
     assert (row["worker_id"], row["reason"]) == ("fake-0", "because it is Tuesday")
     assert (row["state"], row["cached_tokens"], row["generated_tokens"]) == ("done", 2, 3)
@@ -78,6 +82,29 @@ async def test_a_request_is_shown_with_its_decision_and_its_end() -> None:
     assert (now["models"], now["status"], now["doors_not_shown"]) == ([MODEL], "ready", 0)
     (worker,) = now["workers"]
     assert (worker["worker_id"], worker["load"]["waiting"]) == ("fake-0", 3)
+
+
+async def asked_why(door: FrontDoor, request_id: str) -> dict[str, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{door.url}/admin/live/decision", params={"request": request_id}) as answer,
+    ):
+        assert answer.status == 200
+        found: dict[str, Any] = await answer.json()
+        return found
+
+
+async def test_a_drain_is_an_event_and_no_lost_worker() -> None:
+    dispatcher = FakeDispatcher(addresses={"fake-0": None, "fake-1": None})
+    async with front_door(dispatcher) as door, watching(door) as answer:
+        await next_snapshot(answer)
+        dispatcher.states["fake-1"] = "draining"
+        for observer in dispatcher.observers:
+            observer.worker_down(cast(WorkerRecord, None), "draining")
+        now = await next_snapshot(answer)
+        while not now["events"]:
+            now = await next_snapshot(answer)
+    assert [(one["kind"], one["text"].split()[0]) for one in now["events"]] == [("drain", "fake-1")]
 
 
 class SilentPlanner:
@@ -202,6 +229,8 @@ async def test_every_front_door_shows_the_whole_run(folder: Path) -> None:
         assert [one["reason"] for one in now["recent"]] == ["of door 1"]
         assert [one["door"] for one in now["doors"]] == ["frontend-0", "frontend-1"]
         assert now["doors_not_shown"] == 1  # of the three, one has not come up
+        decision = await asked_why(opened[0], now["recent"][0]["request_id"])
+        assert decision["reason"] == "of door 1", "the other front door knows"
 
 
 async def test_a_front_door_that_ends_ends_the_streams() -> None:

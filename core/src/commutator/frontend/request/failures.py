@@ -35,7 +35,7 @@ _SPREAD = 3.0
 _LONGEST_FOLLOWED_S = 60
 """OpenAI's clients ignore a longer ``Retry-After``. A minute's window ends up to a second later: a
 client that comes that much too early is told to wait for the rest."""
-_NOT_FOUND = {"model_not_found", "worker_not_found"}
+_NOT_FOUND = {"model_not_found", "worker_not_found", "decision_not_found"}
 _INTERNAL = 500
 
 

@@ -2,6 +2,8 @@
 
     GET /admin/live        server-sent events: a snapshot of the whole run every second
     GET /admin/live/door   what this front-door process alone knows; JSON
+    GET /admin/live/decision?request=ID
+                           the candidates of one of the last requests, with their scores; JSON
 
 Nothing is done for it while nobody watches: no hook is listened to, and no clock runs. What is
 shown then comes from counters that are counted anyway, and from hooks. A front door asks its
@@ -20,6 +22,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 import attrs
@@ -38,17 +42,20 @@ from commutator.contract.operations import (
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.routing import Decision
 from commutator.contract.worker import EngineLoad, WorkerRecord
-from commutator.errors import OverloadedError
+from commutator.errors import OverloadedError, RequestError
 from commutator.frontend import FrontendServices
 from commutator.routing.workers import WorkerStatus
 from commutator_console.page import page_routes
 from commutator_console.preview import preview_route
 from commutator_console.snapshot import (
+    DecisionRow,
     DoorPart,
     Event,
     RateWindow,
     RequestRow,
     cache_hits,
+    changes,
+    decision_row,
     door_totals,
     flows,
     handovers,
@@ -63,6 +70,8 @@ from commutator_console.snapshot import (
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 LIVE_PATH = "/admin/live"
 
 _EVERY_S = 1.0
@@ -74,6 +83,8 @@ _MOST_ASKED = 64
 """Workers that are asked for their load at each snapshot; of more, the next ones each time."""
 _MOST_ROWS = 50
 _MOST_EVENTS = 30
+_MOST_SCORED = 12
+"""Candidates of a decision that are kept."""
 _MOST_PAIRS = 256
 _MOST_PRINCIPALS = 50
 _MOST_WARNINGS = 20
@@ -95,18 +106,32 @@ class Recorder(Observer):
         """Counts by prefill worker and decode worker."""
         self.rows: OrderedDict[str, RequestRow] = OrderedDict()
         """By request id."""
+        self.decisions: dict[str, DecisionRow] = {}
+        """The last one of each request of ``rows``."""
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self._now_unix_s = now_unix_s
         self._pairs = 0
+        self._states: dict[str, tuple[str, str]] = {}
+
+    def look(self, statuses: Iterable[WorkerStatus]) -> None:
+        """Notes drains and changes of roles since the last look."""
+        now = {one.worker_id: (one.state, one.role) for one in statuses}
+        for kind, text in changes(self._states, now):
+            self._event(kind, text)
+        self._states = now
 
     def worker_up(self, worker: WorkerRecord) -> None:
         self._event("worker up", f"{worker.worker_id} takes requests for {worker.model}")
 
     def worker_down(self, worker: WorkerRecord, reason: str) -> None:
-        self._event("worker down", f"{worker.worker_id}: {reason}")
+        if reason != "draining":  # ``look`` tells of those
+            self._event("worker down", f"{worker.worker_id}: {reason}")
 
     def request_routed(self, request: RequestSummary, decision: Decision) -> None:
         self.routed += 1
+        self.decisions[request.request_id] = decision_row(
+            request.request_id, decision, _MOST_SCORED
+        )
         known = self.rows.get(request.request_id)
         if known is not None:  # it migrated
             known.worker_id, known.policy = decision.worker_id, decision.policy
@@ -123,7 +148,8 @@ class Recorder(Observer):
             reason=_cut(decision.reason),
         )
         if len(self.rows) > _MOST_ROWS:
-            self.rows.popitem(last=False)
+            oldest, _ = self.rows.popitem(last=False)
+            self.decisions.pop(oldest, None)
 
     def disagg_decided(self, request: RequestSummary, answer: DisaggAnswer) -> None:
         if (row := self.rows.get(request.request_id)) is not None:
@@ -238,6 +264,7 @@ class LiveFeed:
             self._instance = f"{os.getpid()}-{self._asked_s}"
             loop.call_later(self._lease_s, self._end_lease)
         services, recorder = self._services, self._recorder
+        recorder.look(statuses)
         own = {one.worker_id: one.active_requests for one in statuses if one.active_requests}
         totals = services.metrics.totals()
         totals |= {"routed": recorder.routed, "handovers": recorder.handovers}
@@ -254,6 +281,21 @@ class LiveFeed:
             recent=[attrs.evolve(row) for row in recorder.rows.values()],
             events=list(recorder.events),
         )
+
+    def own_decision(self, request_id: str) -> DecisionRow | None:
+        """The last decision about a request that this process has routed, while it is kept."""
+        return None if self._recorder is None else self._recorder.decisions.get(request_id)
+
+    async def decision(self, request_id: str) -> DecisionRow | None:
+        """The same, of any front door of this host."""
+        if (own := self.own_decision(request_id)) is not None:
+            return own
+        query = urlencode({"request": request_id, "own": 1})
+        path = f"{LIVE_PATH}/decision?{query}"
+        found = await asyncio.gather(
+            *(_asked(one, path, DecisionRow) for one in self._sibling_sockets())
+        )
+        return next((one for one in found if one is not None), None)
 
     def _end_lease(self) -> None:
         loop = asyncio.get_running_loop()
@@ -344,6 +386,7 @@ class LiveFeed:
                     {"door": part.door, "draining": part.draining, "running": part.running}
                     for part in parts
                 ],
+                "supervised": services.registry_address is not None,
                 "doors_not_shown": max(0, self._doors_known() - len(parts)),
                 "requests": requests(counted, doors_s, parts),
                 "cache": cache_hits(counted, moved, block_sizes),
@@ -403,23 +446,29 @@ class LiveFeed:
 
     async def _siblings(self) -> list[DoorPart]:
         """The parts of the other front doors, without those that do not answer in time."""
-        if self._socket is None or self._services.config.replicas == 1:
-            return []
-        paths = set(self._socket.parent.glob(f"*{self._socket.suffix}")) - {self._socket}
-        found = await asyncio.gather(*map(_part_of, sorted(paths)))
+        path = f"{LIVE_PATH}/door"
+        found = await asyncio.gather(
+            *(_asked(one, path, DoorPart) for one in self._sibling_sockets())
+        )
         return [part for part in found if part is not None]
 
+    def _sibling_sockets(self) -> list[Path]:
+        if self._socket is None or self._services.config.replicas == 1:
+            return []
+        return sorted(set(self._socket.parent.glob(f"*{self._socket.suffix}")) - {self._socket})
 
-async def _part_of(path: Path) -> DoorPart | None:
+
+async def _asked(socket: Path, path: str, kind: type[_T]) -> _T | None:
+    """The answer of another front door; None if it has none, or not in time."""
     timeout = aiohttp.ClientTimeout(total=_SIBLING_TIMEOUT_S)
-    connector = aiohttp.UnixConnector(str(path))
+    connector = aiohttp.UnixConnector(str(socket))
     with suppress(aiohttp.ClientError, OSError, msgspec.MsgspecError):  # TimeoutError is an OSError
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            session.get(f"http://localhost{LIVE_PATH}/door") as answer,
+            session.get(f"http://localhost{path}") as answer,
         ):
             if answer.ok:
-                return msgspec.json.decode(await answer.read(), type=DoorPart)
+                return msgspec.json.decode(await answer.read(), type=kind)
     return None
 
 
@@ -439,9 +488,21 @@ def live_routes(feed: LiveFeed) -> Iterable[OperationsRoute]:
         body = msgspec.json.encode(await feed.part())
         return web.Response(body=body, content_type="application/json")
 
+    async def decision(request: web.Request) -> web.Response:
+        asked = request.query.get("request", "")
+        found = feed.own_decision(asked) if "own" in request.query else await feed.decision(asked)
+        if found is None:
+            text = "no decision about this request is kept: only the last ones are, while watched"
+            raise RequestError(text, "request", "decision_not_found")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
     return [
-        OperationsRoute(method="GET", path=LIVE_PATH, needs="watch", handle=live),
-        OperationsRoute(method="GET", path=f"{LIVE_PATH}/door", needs="watch", handle=door),
+        OperationsRoute(method="GET", path=path, needs="watch", handle=handle)
+        for path, handle in (
+            (LIVE_PATH, live),
+            (f"{LIVE_PATH}/door", door),
+            (f"{LIVE_PATH}/decision", decision),
+        )
     ]
 
 

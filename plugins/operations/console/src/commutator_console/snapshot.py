@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from attrs import define, field, frozen
 
+from commutator.contract.routing import Decision
 from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EngineLoad, KvStatistics
 from commutator.metrics.families import ITL_BUCKETS_S, TTFT_BUCKETS_S
@@ -21,6 +22,9 @@ from commutator.routing.workers import WorkerStatus
 
 DEVICE = "device"
 """The name of an engine's own KV memory beside those of tiers."""
+
+_SAME_S = 2.0
+"""Front doors hear of a change within this time of each other."""
 
 Counters = Any
 """A tree of counters."""
@@ -167,8 +171,52 @@ class Event:
 
     time_unix_s: float
     kind: str
-    """ "worker up", "worker down" or "migration"."""
+    """ "worker up", "worker down", "migration", "drain" or "role"."""
     text: str
+
+
+def changes(
+    before: Mapping[str, tuple[str, str]], now: Mapping[str, tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Kind and text of drains and changes of roles; (state, role) by worker, before and now."""
+    for worker_id, (state, role) in now.items():
+        state_before, role_before = before.get(worker_id, (state, role))
+        if role != role_before:
+            yield "role", f"{worker_id} is {role} now, and was {role_before}"
+        if state == "draining" and state_before != "draining":
+            yield "drain", f"{worker_id} gets no new requests, and finishes those it has"
+
+
+@frozen(kw_only=True)
+class DecisionRow:
+    """Why a request went where it went: the candidates that the policy compared."""
+
+    request_id: str
+    worker_id: str
+    policy: str
+    reason: str
+    scores: dict[str, dict[str, float]]
+    """The terms by candidate, the chosen one first, then by the first term."""
+    left_out: int
+    """Candidates that are not in ``scores``."""
+
+
+def decision_row(request_id: str, decision: Decision, most: int) -> DecisionRow:
+    """At most ``most`` candidates of a decision."""
+
+    def order(one: tuple[str, Mapping[str, float]]) -> tuple[bool, float, str]:
+        worker_id, terms = one
+        return worker_id != decision.worker_id, next(iter(terms.values()), 0.0), worker_id
+
+    shown = sorted(decision.scores.items(), key=order)[:most]
+    return DecisionRow(
+        request_id=request_id,
+        worker_id=decision.worker_id,
+        policy=decision.policy,
+        reason=decision.reason,
+        scores={worker_id: dict(terms) for worker_id, terms in shown},
+        left_out=len(decision.scores) - len(shown) + decision.not_scored,
+    )
 
 
 @frozen(kw_only=True)
@@ -317,13 +365,18 @@ def principals(counted: Counters, elapsed_s: float, most: int) -> tuple[list[dic
 def latest(parts: Sequence[DoorPart], most: int) -> tuple[list[RequestRow], list[Event]]:
     """The last requests and events of all doors, newest first."""
     rows = [row for part in parts for row in part.recent]
-    # Each door sees the same workers come and go.
-    events = {(one.kind, one.text, round(one.time_unix_s)): one
-              for part in parts for one in part.events}.values()  # fmt: skip
-    return (
-        sorted(rows, key=lambda row: -row.time_unix_s)[:most],
-        sorted(events, key=lambda one: -one.time_unix_s)[:most],
-    )
+    seen: dict[tuple[str, str], float] = {}
+    events = []
+    for one in sorted((one for part in parts for one in part.events), key=_event_time):
+        # Each door sees the same workers come and go, at about the same time.
+        if one.time_unix_s - seen.get((one.kind, one.text), -_SAME_S) >= _SAME_S:
+            seen[one.kind, one.text] = one.time_unix_s
+            events.append(one)
+    return sorted(rows, key=lambda row: -row.time_unix_s)[:most], events[: -most - 1 : -1]
+
+
+def _event_time(one: Event) -> float:
+    return one.time_unix_s
 
 
 def worker_row(
@@ -335,6 +388,7 @@ def worker_row(
     """One worker; ``requests`` are those in flight of all front doors."""
     return _row(status) | {
         "version": status.version,
+        "block_size": status.block_size,
         "pid": status.pid,
         "requests": requests,
         "load": load,
@@ -369,6 +423,7 @@ def _row(one: WorkerStatus | UnreadyWorker) -> dict[str, Any]:
         **{name: getattr(one, name) for name in said},
         **dict.fromkeys(unsaid),
         "version": "",
+        "block_size": None,
         "requests": 0,
         "tiers": [],
         "sequence_bytes": [],

@@ -38,7 +38,7 @@ def top(door: FrontDoor, once: bool) -> None:
         history.add(next(snapshots))
         snapshot = next(snapshots)  # the first has no rates yet
         history.add(snapshot)
-        console.print(view(snapshot, history, console.height))
+        console.print(view(snapshot, history, console.height, console.width))
         return
     with (
         suppress(KeyboardInterrupt),
@@ -48,7 +48,7 @@ def top(door: FrontDoor, once: bool) -> None:
         for found, lost in followed(lambda: live(door)):
             if lost is None:
                 history.add(found)
-            screen.update(view(found, history, console.height, lost), refresh=True)
+            screen.update(view(found, history, console.height, console.width, lost), refresh=True)
             if quits():
                 return
 

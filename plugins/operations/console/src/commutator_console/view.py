@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -26,6 +26,12 @@ _MOST_CHARACTERS = 24
 """Of a name that is shown whole in a narrow terminal."""
 _LINES_AROUND = 17
 """Lines of the screen that neither a worker nor a decision takes."""
+_NARROW = 95
+"""Characters below which tiles stand in two rows, and tables have fewer columns."""
+_TILES = 6
+_Tile = tuple[str, str, str, str]
+"""Title, value, what stands below it, and the name of its history."""
+_TILE_LINES = 4
 
 
 class History:
@@ -52,19 +58,25 @@ class History:
 
 
 def view(
-    snapshot: Mapping[str, Any], history: History, height: int, lost: str | None = None
+    snapshot: Mapping[str, Any],
+    history: History,
+    height: int,
+    width: int,
+    lost: str | None = None,
 ) -> RenderableType:
-    """The screen for one snapshot. ``lost``: why there is no newer one."""
+    """The screen for one snapshot, in lines and characters. ``lost``: why there is no newer one."""
+    narrow = width < _NARROW
     workers = snapshot["workers"]
     planner = _planner(snapshot["planner"])
     around = _LINES_AROUND + len(_flows(snapshot)) + len(planner)
+    around += _TILE_LINES + 1 if narrow else 0
     room = max(6, height - around - sum(one["cause"] is not None for one in workers[:3]))
     shown = min(len(workers), max(3, room // 2))
     return Group(
         _head(snapshot, lost),
-        _numbers(snapshot, history),
-        _workers(workers, shown, snapshot["workers_left_out"], snapshot["time_unix_s"]),
-        _decisions(snapshot["recent"][: max(3, room - shown)]),
+        _numbers(snapshot, history, _TILES // 2 if narrow else _TILES),
+        _workers(workers, shown, snapshot, narrow=narrow),
+        _decisions(snapshot["recent"][: max(3, room - shown)], narrow=narrow),
         *planner,
         *_flows(snapshot),
     )
@@ -87,7 +99,7 @@ def _head(snapshot: Mapping[str, Any], lost: str | None) -> Text:
     return head
 
 
-def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
+def _numbers(snapshot: Mapping[str, Any], history: History, in_a_row: int) -> Table:
     now = snapshot["requests"]
     waiting = now["queued"] + now["waiting"]
     bad = _rate((now["failed_per_s"] or 0) + (now["refused_per_s"] or 0))
@@ -104,18 +116,28 @@ def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
         ("Cache hits", _percent(snapshot["cache"]["hit_rate"]), by_tier, "hits"),
     )  # fmt: skip
     table = Table(box=box.ROUNDED, expand=True, border_style="dim", show_header=False)
-    for _ in tiles:
+    for _ in range(in_a_row):
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    table.add_row(*(Text(title, "dim") for title, *_ in tiles))
-    table.add_row(*(Text(value, "bold") for _, value, *_ in tiles))
-    table.add_row(*(Text(more, "dim") for _, _, more, _ in tiles))
-    table.add_row(*(Text(history.line(name), "yellow") for *_, name in tiles))
+    for row in _rows_of(tiles, in_a_row):
+        table.add_row(*(Text(title, "dim") for title, *_ in row))
+        table.add_row(*(Text(value, "bold") for _, value, *_ in row))
+        table.add_row(*(Text(more, "dim") for _, _, more, _ in row))
+        table.add_row(*(Text(history.line(name), "yellow") for *_, name in row), end_section=True)
     return table
 
 
+def _rows_of(tiles: Sequence[_Tile], size: int) -> Iterator[Sequence[_Tile]]:
+    return (tiles[start : start + size] for start in range(0, len(tiles), size))
+
+
 def _workers(
-    workers: Sequence[Mapping[str, Any]], shown: int, left_out: int, now_unix_s: float
+    workers: Sequence[Mapping[str, Any]],
+    shown: int,
+    snapshot: Mapping[str, Any],
+    *,
+    narrow: bool,
 ) -> Group:
+    left_out, now_unix_s = snapshot["workers_left_out"], snapshot["time_unix_s"]
     hidden = len(workers) - shown + left_out
     title = f"Workers ({len(workers) + left_out})"
     table = _table(f"{title}, {hidden} of them not shown" if hidden else title)
@@ -129,20 +151,21 @@ def _workers(
         table.add_column(name, min_width=min(widest, _MOST_CHARACTERS), no_wrap=True)
     for name in ("In flight", "Queue"):
         table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
-    table.add_column("KV memory", min_width=17, no_wrap=True)
-    table.add_column("Tiers", no_wrap=True, overflow="ellipsis")
-    table.add_column("Pid", no_wrap=True, style="dim")
+    table.add_column("KV memory", min_width=10 if narrow else 17, no_wrap=True)
+    if not narrow:
+        table.add_column("Tiers", no_wrap=True, overflow="ellipsis")
+        table.add_column("Pid", no_wrap=True, style="dim")
     for one in busiest if hidden else workers:
         load = one["load"]
+        more = [_tiers(one["tiers"]), Text(_NONE if one["pid"] is None else str(one["pid"]))]
         table.add_row(
             Text(_plain(one["worker_id"]), "bold"),
             Text(f"● {_plain(one['state'])}", _STATES.get(one["state"], "red")),
             Text(_plain(one["role"])),
             str(one["requests"]),
             _NONE if load is None else str(load["waiting"]),
-            _kv(load),
-            _tiers(one["tiers"]),
-            Text(_NONE if one["pid"] is None else str(one["pid"])),
+            _kv(load, 5 if narrow else 10),
+            *([] if narrow else more),
         )
     lines = []
     for one in [one for one in busiest if one["cause"] is not None][:3]:
@@ -175,7 +198,7 @@ def _planner(planner: Mapping[str, Any] | None) -> list[RenderableType]:
     return list(lines)
 
 
-def _kv(load: Mapping[str, Any] | None, width: int = 10) -> Text:
+def _kv(load: Mapping[str, Any] | None, width: int) -> Text:
     if load is None or not load["kv_capacity_blocks"]:
         return Text(_NONE, "dim")
     capacity = load["kv_capacity_blocks"]
@@ -198,26 +221,27 @@ def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Text:
     return text if tiers else Text(_NONE, "dim")
 
 
-def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _decisions(rows: Sequence[Mapping[str, Any]], *, narrow: bool) -> Table:
     table = _table("Routing decisions")
     table.add_column("Time", style="dim", no_wrap=True)
     table.add_column("Worker", no_wrap=True)
     table.add_column("Reason", ratio=1, no_wrap=True, overflow="ellipsis")
-    for name in ("Prompt", "Cached", "TTFT", "Answer"):
+    for name in ("Cached", "TTFT") if narrow else ("Prompt", "Cached", "TTFT", "Answer"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         prefill, cached = row["prefill_worker"], row["cached_tokens"]
         worker = f"{prefill} ⇒ {row['worker_id']}" if prefill else row["worker_id"]
         known = cached is not None
         state = f"{row['generated_tokens']} tokens" if row["state"] == "done" else row["state"]
+        prompt, answer = str(row["prompt_tokens"]), Text(_plain(state), _ENDS.get(row["state"], ""))
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["time_unix_s"])),
             Text(_plain(worker), "bold"),
             Text(_plain(row["reason"])),
-            str(row["prompt_tokens"]),
+            *([] if narrow else [prompt]),
             _percent(cached / max(1, row["prompt_tokens"])) if known else _NONE,
             _time(row["ttft_s"]),
-            Text(_plain(state), _ENDS.get(row["state"], "")),
+            *([] if narrow else [answer]),
         )
     if not rows:
         table.add_row("", "", Text("none seen yet", "dim"))

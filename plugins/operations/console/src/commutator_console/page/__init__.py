@@ -22,6 +22,8 @@ _TYPES = {
     "view.js": "text/javascript",
     "chat.js": "text/javascript",
     "charts.js": "text/javascript",
+    "decision.js": "text/javascript",
+    "timeline.js": "text/javascript",
     "markdown.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }

@@ -4,15 +4,17 @@ import { startChat } from "./chat.js";
 import { createView } from "./view.js";
 
 const STALE_MS = 4000, HIDDEN_MS = 30000, PAUSES_MS = [300, 600, 1000, 1500];
+const ROLL_EVERY_MS = 2000;
 const get = (id) => document.getElementById(id);
-const view = createView();
 
 // ------------------------------------------------------------------- the key
 
 const STORE = "commutator.key";
 let key = sessionStorage.getItem(STORE) || "";
 
-export const authorization = () => (key ? { Authorization: `Bearer ${key}` } : {});
+const authorization = () => (key ? { Authorization: `Bearer ${key}` } : {});
+const api = (path, options = {}) => fetch(path, { ...options, headers: { ...authorization(), ...options.headers }, cache: "no-store", credentials: "omit" });
+const view = createView(api);
 
 function askForKey(reason) {
   if (reason) get("key-reason").textContent = key ? "This key is not valid." : reason;
@@ -60,7 +62,8 @@ function showTab() {
   }
   if (chosen === "chat") chat.opened();
 }
-const chat = startChat(authorization, askForKey);
+const chat = startChat(authorization, askForKey, view.blockSize);
+get("test-request").addEventListener("click", () => chat.test().catch((error) => notice(error.message)));
 addEventListener("hashchange", showTab);
 showTab();
 
@@ -126,14 +129,14 @@ async function connect() {
 }
 
 async function follow(signal) {
-  const answer = await fetch("admin/live", { headers: authorization(), signal, cache: "no-store", credentials: "omit" });
+  const answer = await api("admin/live", { signal });
   if (!answer.ok) {
     let message = `${answer.status} ${answer.statusText}`;
     try { message = (await answer.json()).error.message; } catch { /* not a front door's answer */ }
     throw new Refused(answer.status, message);
   }
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
+  let text = "", first = true;
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
@@ -147,8 +150,10 @@ async function follow(signal) {
       failures = 0;
       notice("");
       show(snapshot.status, snapshot.status);
+      if (first) { rolls = snapshot.supervised; first = false; }
       view.update(snapshot);
       chat.models(snapshot.models);
+      get("test-request").hidden = !hasChat || snapshot.recent.length > 0 || !snapshot.models.length;
     }
   }
 }
@@ -156,6 +161,15 @@ async function follow(signal) {
 setInterval(() => {
   if (running && performance.now() - lastMs > STALE_MS && failures === 0 && get("status").dataset.state !== "lost") connect();
 }, 1000);
+
+// Roll-outs are asked for beside the stream: another part of the front door knows them, if it is there.
+let rolls = false;
+setInterval(async () => {
+  if (!rolls || document.hidden || get("status").dataset.state === "lost" || get("live").hidden) return;
+  const answer = await api("admin/rollout").catch(() => null);
+  if (answer?.ok) view.roll(await answer.json());
+  else { rolls = false; view.roll(null); } // until the next connection
+}, ROLL_EVERY_MS);
 
 // A page that nobody looks at costs the front door nothing.
 let hiding = 0;

@@ -27,7 +27,7 @@ export function setText(node, text) {
 
 /** A line and the area below it; `more` is a second, thinner line at the same scale. */
 export function sparkline(svg, values, more = []) {
-  const width = 120, height = 40, step = width / (Math.max(values.length, 30) - 1);
+  const width = 120, height = 40, step = width / Math.max(1, values.length - 1);
   const top = Math.max(1e-9, ...values.filter(Number.isFinite), ...more.filter(Number.isFinite)) * 1.12;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("preserveAspectRatio", "none");

@@ -1,6 +1,7 @@
 // A chat to try a model: streams answers and says who gave them.
 
 import { element, number, percent, time } from "./charts.js";
+import { partsOf, promptBlocks, scoreBars } from "./decision.js";
 import { markdown } from "./markdown.js";
 
 const get = (id) => document.getElementById(id);
@@ -25,7 +26,8 @@ function curl(body, withKey) {
   return [...parts, `-d ${quoted(body)}`].join(" \\\n  ");
 }
 
-export function startChat(authorization, askForKey) {
+/** `blockSize(worker)` is the number of tokens of a block there, if it is known. */
+export function startChat(authorization, askForKey, blockSize) {
   const conversation = [];
   let stopping = null, names = [], asked = false;
 
@@ -75,18 +77,32 @@ export function startChat(authorization, askForKey) {
       add("answer", `${number(answer)} tokens${answer > 1 && spent > 0 ? `, ${number((answer - 1) / spent)}/s` : ""}`);
     }
     if (found.ttftS) add("TTFT", time(found.ttftS));
-    if (found.reason) list.append(element("li", { class: "why", textContent: `Why this worker: ${found.reason}` }));
+    if (found.decision) list.append(element("li", { class: "why" }, why(found)));
     if (answerText) list.append(button("Copy answer", answerText));
     list.append(button("Copy as curl", curl(found.body, Boolean(authorization().Authorization))));
     get("messages").append(list);
     toEnd();
   }
 
+  /** The reason in a line, and behind it the candidates' scores and where the prompt's blocks were. */
+  function why({ decision, usage, worker }) {
+    const candidates = decision.candidates ?? [];
+    const summary = element("summary", { textContent: `Why this worker: ${decision.reason}` });
+    const scores = Object.fromEntries(candidates.filter((one) => Object.keys(one.scores ?? {}).length).map((one) => [one.worker_id, one.scores]));
+    const size = blockSize(worker), nodes = scoreBars(decision.worker_id, scores, decision.left_out ?? 0);
+    if (usage && size) {
+      const overlap = candidates.find((one) => one.worker_id === decision.worker_id)?.overlap_blocks ?? {};
+      const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+      nodes.push(...promptBlocks(size, partsOf(usage.prompt_tokens, cached, size, { overlap })));
+    }
+    return element("details", {}, summary, ...nodes);
+  }
+
   async function ask(text) {
     say("user", text);
     conversation.push({ role: "user", content: text });
     const node = say("assistant", "…");
-    const found = { worker: "", reason: "", usage: null, ttftS: 0, totalS: 0, body: "" };
+    const found = { worker: "", decision: null, usage: null, ttftS: 0, totalS: 0, body: "" };
     let answerText = "", drawing = 0;
     const draw = () => {
       drawing = 0;
@@ -109,7 +125,7 @@ export function startChat(authorization, askForKey) {
       if (!answer.ok) throw new Error((await answer.json()).error.message);
       found.worker = answer.headers.get("X-Commutator-Worker") || "";
       const decision = answer.headers.get("X-Commutator-Decision");
-      if (decision) found.reason = JSON.parse(decision).reason;
+      if (decision) found.decision = JSON.parse(decision);
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
@@ -171,9 +187,22 @@ export function startChat(authorization, askForKey) {
     get("question").focus();
   });
 
+  /** One short request, to see something move. Raises an Error with what was refused. */
+  async function test() {
+    const body = JSON.stringify({ model: names[0], messages: [{ role: "user", content: "Hello! Count to five." }], max_tokens: 16 });
+    const answer = await fetch("v1/chat/completions", { method: "POST", headers: { ...authorization(), "Content-Type": "application/json" }, body, credentials: "omit" });
+    if (!answer.ok) throw new Error((await answer.json()).error.message);
+  }
+
+  const narrow = matchMedia("(max-width: 720px)");
+  const unfold = () => { get("chat-options").open = !narrow.matches; };
+  narrow.addEventListener("change", unfold);
+  unfold();
+
   return {
     models,
     refresh,
+    test,
     opened() {
       if (!asked) { asked = true; refresh(); }
       get("question").focus();

@@ -1,11 +1,16 @@
 // Renders snapshots of /admin/live. Rows are kept and changed in place, so focus stays where it is.
 
 import { bar, bytes, clock, element, flowDiagram, number, percent, seconds, setText, sparkline, time } from "./charts.js";
+import { partsOf, promptBlocks, scoreBars } from "./decision.js";
+import { createTimeline } from "./timeline.js";
 
 const HISTORY = 120, PAGE = 50, GONE_MS = 60000;
 const get = (id) => document.getElementById(id);
 
-export function createView() {
+/** `api(path, options)` is fetch at this front door with the page's key. */
+export function createView(api) {
+  const timeline = createTimeline(get("timeline").querySelector("svg"), get("timeline-text"), get("timeline-since"));
+  let onlyModel = null, rolled = [];
   const history = {};
   const gone = new Map(); // workers that left: [row, when]
   let workers = new Map(), last = null, page = 0, sortBy = "worker_id", ascending = true, paused = false;
@@ -61,12 +66,14 @@ export function createView() {
       name: element("div", { class: "id" }), more: element("div", { class: "more" }), cause: element("div", { class: "more cause" }),
       state: element("span", { class: "dot" }), role: element("span", { class: "badge" }),
       requests: meter(), waiting: element("span"), kv: meter(), tiers: element("div"), process: element("span", { class: "more" }),
+      drain: element("button", { type: "button", class: "small" }),
     };
+    cells.drain.addEventListener("click", () => askToDrain(row.worker_));
     const label = (text, ...nodes) => element("td", text ? { data: { label: text } } : {}, ...nodes);
     const row = element("tr", {},
       label("", cells.name, cells.more, cells.cause), label("State", cells.state), label("Role", cells.role),
       label("In flight", cells.requests.node), label("Queue", cells.waiting), label("KV memory", cells.kv.node),
-      label("Tiers", cells.tiers), label("Process", cells.process));
+      label("Tiers", cells.tiers), label("Process", cells.process), label("", cells.drain));
     row.cells_ = cells;
     return row;
   }
@@ -86,6 +93,10 @@ export function createView() {
 
   function fillWorker(row, one, most) {
     const cells = row.cells_;
+    row.worker_ = one;
+    cells.drain.hidden = !["ready", "draining"].includes(one.state);
+    setText(cells.drain, one.state === "draining" ? "Take back" : "Drain");
+    cells.drain.ariaLabel = `${cells.drain.textContent} ${one.worker_id}`;
     row.classList.toggle("gone", one.state === "gone");
     setText(cells.name, one.worker_id);
     setText(cells.more, `${one.model} · ${one.kind} ${one.version}`.trim());
@@ -125,6 +136,7 @@ export function createView() {
     const words = get("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const all = [...workers.values(), ...[...gone.values()].map(([one]) => one)];
     const found = all.filter((one) => {
+      if (onlyModel && one.model !== onlyModel) return false;
       const text = `${one.worker_id} ${one.model} ${one.role} ${one.state} ${one.kind} ${one.host}`.toLowerCase();
       return words.every((word) => text.includes(word));
     });
@@ -142,7 +154,7 @@ export function createView() {
     keyed(get("workers").tBodies[0], shown, (one) => one.worker_id, workerRow, (row, one) => fillWorker(row, one, most));
     get("workers").hidden = !shown.length;
     get("workers-empty").hidden = shown.length > 0;
-    setText(get("workers-empty"), words.length ? "No worker matches the filter." : "No worker is up.");
+    setText(get("workers-empty"), words.length || onlyModel ? "No worker matches the filter." : "No worker is up.");
     get("pager").hidden = pages === 1;
     setText(get("page-of"), `Page ${page + 1} of ${pages}, ${number(found.length)} workers`);
     get("previous").disabled = page === 0;
@@ -181,17 +193,116 @@ export function createView() {
     });
   }
 
+  // ----------------------------------------------------------------- drains, models, roll-outs
+
+  let asked = null;
+
+  function askToDrain(one) {
+    asked = one;
+    const back = one.state === "draining";
+    setText(get("drain-title"), back ? `Let ${one.worker_id} take requests again?` : `Drain ${one.worker_id}?`);
+    setText(get("drain-text"), back ? "It gets new requests from now on." : `${one.requests ? `It finishes the requests that it has (${number(one.requests)})` : "It has no requests now"}, and gets no new ones until you take it back.`);
+    setText(get("drain-problem"), "");
+    setText(get("drain-do"), back ? "Take back" : "Drain");
+    get("drain-do").hidden = false;
+    get("drain-dialog").showModal();
+  }
+
+  get("drain-cancel").addEventListener("click", () => get("drain-dialog").close());
+  get("drain-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const what = asked.state === "draining" ? "undrain" : "drain";
+    const answer = await api(`admin/workers/${encodeURIComponent(asked.worker_id)}/${what}`, { method: "POST" }).catch(() => null);
+    if (answer?.ok) { get("drain-dialog").close(); return; }
+    const said = answer ? (await answer.json().catch(() => null))?.error?.message ?? `${answer.status} ${answer.statusText}` : "The front door does not answer.";
+    setText(get("drain-problem"), answer?.status === 403 ? `${said}\nThere: commutator worker ${what} ${asked.worker_id}` : said);
+    get("drain-do").hidden = answer?.status === 403;
+  });
+
+  function models({ models: names, recent }) {
+    get("models").hidden = names.length < 2;
+    if (names.length < 2) { onlyModel = null; return; }
+    const middle = (values) => values.sort((a, b) => a - b)[Math.floor(values.length / 2)];
+    keyed(get("models"), names, (name) => name, modelTile, (node, name) => {
+      const own = [...workers.values()].filter((one) => one.model === name), rows = recent.filter((one) => one.model === name);
+      const ready = own.filter((one) => one.state === "ready").length, sum = (of) => own.reduce((total, one) => total + (of(one) ?? 0), 0);
+      const prompts = rows.filter((one) => one.cached_tokens !== null);
+      const cached = prompts.length ? prompts.reduce((total, one) => total + one.cached_tokens, 0) / Math.max(1, prompts.reduce((total, one) => total + one.prompt_tokens, 0)) : null;
+      node.ariaPressed = String(onlyModel === name);
+      setText(node.children[0], name);
+      setText(node.children[1], `${ready} of ${own.length} ready · ${number(sum((one) => one.requests))} in flight · ${number(sum((one) => one.load?.waiting))} queued`);
+      setText(node.children[2], `lately: TTFT ${time(middle(rows.map((one) => one.ttft_s).filter((one) => one !== null)))} · ${percent(cached)} cached`);
+    });
+  }
+
+  function modelTile(name) {
+    const node = element("button", { type: "button", class: "model" }, element("span", { class: "id" }), element("span", { class: "more" }), element("span", { class: "more" }));
+    node.addEventListener("click", () => {
+      onlyModel = onlyModel === name ? null : name;
+      page = 0;
+      models(last);
+      showWorkers();
+      decisions(last);
+    });
+    return node;
+  }
+
+  const ROLL_SHOWN_S = 120;
+
+  /** What /admin/rollout says; null where no roll-out runs. */
+  function roll(status) {
+    const recent = status && last && last.time_unix_s - status.when_unix_s < ROLL_SHOWN_S && status.generation > 1;
+    get("roll-panel").hidden = !status || !(recent || status.state !== "complete" || status.canaries.length);
+    if (!status) return;
+    if (status.generation > 1) {
+      const began = { kind: "roll", text: `generation ${status.generation} by ${status.who}${status.why ? `: ${status.why}` : ""}`, time_unix_s: status.when_unix_s };
+      if (!rolled.some((one) => one.text === began.text)) rolled = [...rolled.slice(-50), began];
+    }
+    const there = status.workers, done = there.filter((one) => one.as_wanted && one.phase === "ready").length;
+    setText(get("roll-state"), `generation ${status.generation}, ${status.paused ? "paused" : status.state}`);
+    bar(get("roll-bar"), there.length ? [["k0", done / there.length]] : []);
+    setText(get("roll-why"), [status.cause, ...status.waits].filter(Boolean).join("; ") || `${done} of ${there.length} workers as wanted`);
+    const under = there.filter((one) => !one.as_wanted || one.phase !== "ready").slice(0, 12);
+    keyed(get("roll-workers"), under, (one) => one.worker_id, () => element("li", {}, element("span", { class: "id" }), element("span")), (node, one) => {
+      setText(node.children[0], one.worker_id);
+      setText(node.children[1], [one.as_wanted ? "" : "leaves,", one.phase, one.cause].filter(Boolean).join(" "));
+    });
+  }
+
   // ----------------------------------------------------------------- decisions
 
+  const HEADS = ["", "", "Prompt", "Cached", "TTFT", "State"];
+
   function decisionRow(one) {
-    const cells = [0, 1, 2, 3, 4, 5].map((at) => element("td", { class: at > 1 && at < 5 ? "right" : "" }));
-    cells[1].append(element("div", { class: "id" }), element("div", { class: "more" }));
+    const cells = HEADS.map((head, at) => element("td", { class: at > 1 && at < 5 ? "right" : "", ...(head ? { data: { label: head } } : {}) }));
+    const why = element("button", { type: "button", class: "id link" });
+    why.addEventListener("click", () => showDecision(row.request_));
+    cells[1].append(why, element("div", { class: "more" }));
     const row = element("tr", { class: first || seen.has(one.request_id) ? "" : "new" }, ...cells);
     seen.add(one.request_id);
     return row;
   }
 
+  async function showDecision(one) {
+    const block = workers.get(one.worker_id)?.block_size;
+    setText(get("decision-title"), `Why ${one.worker_id}?`);
+    setText(get("decision-reason"), [one.reason, one.disaggregation].filter(Boolean).join("; "));
+    get("decision-scores").replaceChildren();
+    const parts = block && one.cached_tokens !== null ? partsOf(one.prompt_tokens, one.cached_tokens, block, { elsewhere: one.prefill_worker ?? "" }) : [];
+    get("decision-blocks").replaceChildren(...promptBlocks(block, parts));
+    setText(get("decision-facts"), [
+      `${one.model}, policy ${one.policy}`, `request ${one.request_id}`, one.principal ? `from ${one.principal}` : "",
+      one.migrated_from.length ? `moved from ${one.migrated_from.join(", ")}` : "", one.duration_s === null ? "" : `${time(one.duration_s)} in all`, one.error ?? "",
+    ].filter(Boolean).join(" · "));
+    get("decision-dialog").showModal();
+    const answer = await api(`admin/live/decision?request=${encodeURIComponent(one.request_id)}`).catch(() => null);
+    if (!answer?.ok) return;
+    const found = await answer.json();
+    get("decision-scores").replaceChildren(...scoreBars(found.worker_id, found.scores, found.left_out));
+  }
+
   function fillDecision(row, one) {
+    row.request_ = one;
     const cells = row.children, chain = [...one.migrated_from, one.worker_id];
     setText(cells[0], clock(one.time_unix_s));
     const path = one.prefill_worker ? `${one.prefill_worker} ⇒ ${one.worker_id}` : chain.join(" → ");
@@ -211,11 +322,12 @@ export function createView() {
   function decisions({ recent, requests }) {
     setText(get("decisions-count"), requests.routed_per_s ? `${number(requests.routed_per_s)}/s` : "");
     if (paused) return;
-    keyed(get("decisions").tBodies[0], recent, (one) => one.request_id, decisionRow, fillDecision);
+    const shown = onlyModel ? recent.filter((one) => one.model === onlyModel) : recent;
+    keyed(get("decisions").tBodies[0], shown, (one) => one.request_id, decisionRow, fillDecision);
     if (seen.size > 2000) { seen.clear(); recent.forEach((one) => seen.add(one.request_id)); }
     first = false;
-    get("decisions").hidden = !recent.length;
-    get("decisions-empty").hidden = recent.length > 0;
+    get("decisions").hidden = !shown.length;
+    get("decisions-empty").hidden = shown.length > 0;
   }
 
   get("pause").addEventListener("click", () => {
@@ -313,11 +425,22 @@ export function createView() {
     setText(get("foot"), `${shown} Rates are of the last ${Math.max(1, Math.round(snapshot.window_s))} s.`);
   }
 
+  function happened(snapshot) {
+    const { per_s: perS, failed_per_s: failed, refused_per_s: refused } = snapshot.requests;
+    const planned = (snapshot.planner?.recent ?? []).map((one) => ({ kind: "planner", text: one.text, time_unix_s: one.time }));
+    timeline.add(snapshot.time_unix_s, perS, (failed ?? 0) + (refused ?? 0), [...snapshot.events, ...planned, ...rolled]);
+  }
+
   return {
+    roll,
+    /** Tokens of a block at a worker; undefined if it is not known. */
+    blockSize: (worker) => workers.get(worker)?.block_size,
     update(snapshot) {
       last = snapshot;
       tiles(snapshot);
       takeWorkers(snapshot);
+      models(snapshot);
+      happened(snapshot);
       decisions(snapshot);
       flow(snapshot);
       planner(snapshot);
