@@ -18,7 +18,7 @@ HEAD = """# Bounds
 
 Generated (`make docs`): what each peer of a process can send or withhold, what ends it, and the test that shows it. A test looks for every
 place in the code that opens a connection, listens or starts a program, and fails where this table has none for it. Options are in the
-[reference of the configuration](configuration.md); bounds without one are fixed.
+[reference of the configuration](configuration/index.md); bounds without one are fixed.
 
 """
 

@@ -1,4 +1,4 @@
-"""Writes ``docs/reference/contract.md`` from the docstrings of ``commutator.contract``."""
+"""Writes ``docs/reference/contract/`` from the docstrings of ``commutator.contract``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pathlib import Path
 import commutator
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "reference" / "contract.md"
+FOLDER = ROOT / "docs" / "reference" / "contract"
 SOURCE = ROOT / "core" / "src" / "commutator"
 HEAD = """# Contract
 
 The classes and values that plugins implement and exchange with core, generated from their docstrings
 (`make docs`). Plugins import the names from `commutator`; what only plugins of one seam need, from that seam's module,
-as its section says. See [the hooks](hooks.md) for when core calls a plugin, and the
-[configuration](configuration.md) for the options of each kind.
+as its page says. See [the hooks](../hooks.md) for when core calls a plugin, and the
+[configuration](../configuration/index.md) for the options of each kind.
+
+| page | what it holds | names |
+|---|---|---|
 """
+ROOT_MODULE = "contract"
+"""The one whose names stand on the first page, below the list of the others."""
 MODULES = [*sorted((SOURCE / "contract").glob("*.py")), SOURCE / "hookspecs.py"]
 VALUES = ast.Assign | ast.AnnAssign
 
@@ -27,19 +32,31 @@ class UndocumentedError(Exception):
     """Public names, fields or methods have no docstring."""
 
 
-def page() -> str:
+def pages() -> dict[str, str]:
+    """The pages by their files' names: the first, and one for each module."""
     if missing := undocumented():
         raise UndocumentedError("without a docstring: " + ", ".join(missing))
-    parts = [HEAD]
+    found, rows, first = {}, [], ""
     for file in MODULES:
         tree, names = read(file)
         title = ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        parts.append(f"## `{title}`\n\n{prose(ast.get_docstring(tree))}\n")
-        shown = [(name, *find(tree, name)) for name in names]
-        parts += [
-            f"### `{name}`\n\n{where(name, title)}{section(node, doc)}" for name, node, doc in shown
+        doc = prose(ast.get_docstring(tree))
+        sections = [
+            f"## `{name}`\n\n{where(name, title)}{section(*find(tree, name))}" for name in names
         ]
-    return "\n".join(parts)
+        if title == ROOT_MODULE:
+            first = "\n".join([f"{doc}\n", *sections])
+            continue
+        name = title.removeprefix(f"{ROOT_MODULE}.")
+        found[f"{name}.md"] = "\n".join([f"# Contract: {name}\n\n{doc}\n", *sections])
+        links = ", ".join(f"[`{one}`]({name}.md#{one.lower()})" for one in names)
+        rows.append(f"| [{name}]({name}.md) | {sentence(doc)} | {links} |")
+    return {"index.md": HEAD + "\n".join(rows) + f"\n\n{first}"} | found
+
+
+def sentence(doc: str) -> str:
+    """The first one."""
+    return doc.split("\n", maxsplit=1)[0].partition(". ")[0].rstrip(".:").replace("|", "\\|") + "."
 
 
 def undocumented() -> list[str]:
@@ -170,9 +187,19 @@ def where(name: str, module: str) -> str:
     return "" if name in commutator.__all__ else f"From `commutator.{module}`. "
 
 
-def write() -> None:
-    PAGE.write_text(page())
+def written(folder: Path) -> dict[str, str]:
+    """The pages that lie in ``folder``."""
+    return {file.name: file.read_text() for file in folder.glob("*.md")}
+
+
+def write_pages(folder: Path, pages: dict[str, str]) -> None:
+    """Make ``folder`` hold these pages and no others."""
+    folder.mkdir(exist_ok=True)
+    for name in written(folder).keys() - pages.keys():
+        (folder / name).unlink()
+    for name, text in pages.items():
+        (folder / name).write_text(text)
 
 
 if __name__ == "__main__":
-    write()
+    write_pages(FOLDER, pages())

@@ -16,7 +16,7 @@ HEAD = """# Defaults
 
 Generated (`make docs`): the limits and times that a deployment may outgrow, what each follows, and what fits three of them: a laptop; a host with
 8 GPUs and a model of 70 billion parameters, 4 GPUs a worker; 64 such hosts. Every other option is about what a deployment does, and does not
-depend on its size; all are in the [reference of the configuration](configuration.md).
+depend on its size; all are in the [reference of the configuration](configuration/index.md).
 
 | option | default | follows | a laptop | 8 GPUs | 64 nodes |
 |---|---|---|---|---|---|

@@ -32,7 +32,7 @@ HEAD = """# Engine kit
 
 The public names of `commutator-engine-kit`, generated from their docstrings (`make docs`). Plugins of engines and of storage
 tiers import them from the modules below, and from no other module of the kit; they are versioned as the
-[contract](contract.md) is.
+[contract](contract/index.md) is.
 """
 
 

@@ -14,12 +14,18 @@ from typing import Any
 import yaml
 from merman import Merman, MermanError
 
+from commutator_console.page import write_player
+
 log = logging.getLogger("mkdocs.commutator")
 
 _LINK = re.compile(r"\[(?P<text>[^\]\n]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _BLOCK = re.compile(r"^(```.*?^```|~~~.*?^~~~)$", re.MULTILINE | re.DOTALL)
 _PAGES = "/*"
 _DIAGRAM = re.compile(r'<pre class="mermaid"><code>(.*?)</code></pre>', re.DOTALL)
+_PLAYER = "live"
+"""The folder of the site with the page that plays ``RECORDING``."""
+RECORDING = "minute.json.gz"
+_LIVE = re.compile(r'<img [^>]*src="(?P<up>(?:\.\./)*)pictures/live-light\.png"[^>]*>')
 _THEMES = {"light": "default", "dark": "dark"}
 """Mermaid's themes for the palettes of the site."""
 _OWN_ID = "merman"
@@ -44,7 +50,21 @@ def on_page_content(content: str, *, page: Any, config: Any, **_: Any) -> str:
     Other words for what a page is about are there for the search alone.
     """
     words = aliases(Path(config["docs_dir"])).get(page.file.src_uri, ())
-    return with_diagrams(with_words(content, words), page.file.src_uri)
+    return with_diagrams(with_player(with_words(content, words)), page.file.src_uri)
+
+
+def on_post_build(config: Any) -> None:
+    """The page at /ui stands beside the docs, and plays a recorded minute."""
+    write_player(Path(config["site_dir"]) / _PLAYER, f"../pictures/{RECORDING}")
+
+
+def with_player(content: str) -> str:
+    """HTML whose pictures of the live page lead to the one that plays the recording."""
+    return _LIVE.sub(
+        rf'<a href="\g<up>{_PLAYER}/" title="Play a recorded minute">\g<0></a>'
+        rf'<br><a href="\g<up>{_PLAYER}/">Play a recorded minute of it</a>',
+        content,
+    )
 
 
 @cache

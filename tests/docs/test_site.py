@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import logging
@@ -35,6 +36,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         built = below.parent if below.name in {"index", "README"} else below
         assert (tmp_path / "site" / built / "index.html").is_file(), page
     home = (tmp_path / "site" / "index.html").read_text()
+    assert home.count('<a href="live/"') == 2, "the picture, and the words below it"
+    watch = (tmp_path / "site" / "how-to" / "watch" / "index.html").read_text()
+    assert '<a href="../../live/"' in watch
+    player = (tmp_path / "site" / "live" / "index.html").read_text()
+    (recording,) = re.findall(r'data-recording="(.*?)"', player)
+    minute = json.loads(gzip.decompress((tmp_path / "site" / "live" / recording).read_bytes()))
+    assert len(minute["snapshots"]) > 30
     for kind in ("Tutorials", "How to", "Reference", "Explanation"):
         assert kind in home
     for built_page in (tmp_path / "site").rglob("*.html"):

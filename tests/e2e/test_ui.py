@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,6 +27,9 @@ from commutator.contract.worker import EngineLoad
 from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
 from commutator.registry.unready import UnreadyState, UnreadyWorker
+from commutator_console.door import live
+from commutator_console.front_door import FrontDoor as CommandsFrontDoor
+from commutator_console.page import write_player
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +242,41 @@ async def test_an_operator_asks_why_and_drains_a_worker(page: Page) -> None:
 
         await in_thread(use)
         assert await in_thread(page.problems) == []
+
+
+async def test_a_recording_plays_without_a_front_door(page: Page, tmp_path: Path) -> None:
+    dispatcher = FakeDispatcher(addresses={"fake-0": None, "fake-1": None})
+    async with front_door(dispatcher) as door:
+
+        def record() -> None:
+            follow = live(CommandsFrontDoor(door.url))
+            snapshots = [next(follow)]
+            dispatcher.states["fake-1"] = "draining"
+            snapshots += [next(follow), next(follow)]
+            minute = {"snapshots": snapshots, "decisions": {}}
+            (tmp_path / "minute.gz").write_bytes(gzip.compress(json.dumps(minute).encode()))
+
+        await in_thread(record)
+    write_player(tmp_path / "live", "../minute.gz")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def use() -> None:
+            page.driver.get(f"http://127.0.0.1:{server.server_port}/live/")
+            page.until_text("#status", "a recording: ready")
+            page.until_text("#events", "drain: fake-1")
+            page.until(lambda: "drain: fake-1" not in page.text("#events"))  # it begins again
+            page.one(f"{WORKERS} button").click()
+            page.one("#drain-do").click()
+            page.until_text("#drain-problem", "This is a recording")
+            assert page.barriers() == []
+
+        try:
+            await in_thread(use)
+        finally:
+            server.shutdown()
+    assert await in_thread(page.problems) == []
 
 
 async def test_who_may_not_drain_is_told_the_command(page: Page) -> None:

@@ -6,11 +6,14 @@ Without that they are made and looked at, but not kept.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import itertools
+import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
@@ -29,6 +33,7 @@ from tests.support.browser import Page, browser, why_no_browser
 from tests.support.pictures import folder_of_pictures, save
 
 from commutator.auth.keys import hash_of, new_key
+from commutator.errors import CommutatorError
 from commutator_console.door import live
 from commutator_console.front_door import FrontDoor
 from commutator_console.view import History, view
@@ -37,6 +42,12 @@ from commutator_scaffold.local_cluster import LocalCluster
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 WAIT_S = 600.0
+RECORDING = "minute.json.gz"
+KILLED_AT, LOST_AFTER, DRAINED_FOR, RECORDED_AFTER = 10, 5, 10, 8
+"""Snapshots, of which one comes a second."""
+MOST_RECORDED = 150
+RECORDED_ROWS = 20
+MOST_RECORDED_BYTES = 150_000
 DEMO_COLUMNS = 100
 SYSTEM = (
     "You are a helpful assistant for people who plan a journey. You know countries, capitals, "
@@ -146,6 +157,41 @@ def top_as_svg(door: FrontDoor) -> str:
     return as_svg(console, "commutator top")
 
 
+def recorded(door: FrontDoor) -> bytes:
+    """A minute of the live view as gzipped JSON, in which a worker dies and one is drained.
+
+    With why its requests went where they did.
+    """
+    snapshots: list[dict[str, Any]] = []
+    decisions: dict[str, Any] = {}
+    drained, drained_at = "", None
+    for number, snapshot in enumerate(live(door)):
+        snapshot["recent"] = snapshot["recent"][:RECORDED_ROWS]
+        snapshots.append(snapshot)
+        for row in snapshot["recent"]:
+            if row["request_id"] not in decisions:
+                query = urlencode({"request": row["request_id"]})
+                with suppress(CommutatorError):
+                    decisions[row["request_id"]] = door.administer(
+                        "GET", f"/admin/live/decision?{query}"
+                    )
+        decoding = [
+            one for one in snapshot["workers"] if (one["role"], one["state"]) == ("decode", "ready")
+        ]
+        if number == KILLED_AT:
+            os.kill(decoding[-1]["pid"], signal.SIGKILL)
+        if drained_at is None and number > KILLED_AT + LOST_AFTER and len(decoding) > 1:
+            drained, drained_at = decoding[0]["worker_id"], number
+            door.administer("POST", f"/admin/workers/{drained}/drain")
+        elif drained_at is not None and number == drained_at + DRAINED_FOR:
+            door.administer("POST", f"/admin/workers/{drained}/undrain")
+        elif drained_at is not None and number > drained_at + DRAINED_FOR + RECORDED_AFTER:
+            break
+        assert number < MOST_RECORDED
+    text = json.dumps({"snapshots": snapshots, "decisions": decisions})
+    return gzip.compress(text.encode(), mtime=0)
+
+
 def as_svg(console: Console, title: str) -> str:
     svg = console.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # they are elsewhere
@@ -213,6 +259,9 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
         page.until(lambda: page.count("#decisions tbody tr") > 14, WAIT_S)
         page.until(lambda: page.count("#plans li") > 0, WAIT_S)
         page.until_text("#workers-count", "3 ready", WAIT_S)
+        minute = recorded(FrontDoor(cluster.url, KEYS["ops"]))
+        (folder / RECORDING).write_bytes(minute)
+        assert len(minute) < MOST_RECORDED_BYTES
         svg = top_as_svg(FrontDoor(cluster.url, KEYS["ops"]))
         save(of_page(page, 1360, 1300), "live-light.png", folder)
         page.one("#theme").click()  # dark

@@ -107,7 +107,7 @@ def test_the_unit_does_not_restart_what_cannot_start() -> None:
 
 
 def configuration() -> str:
-    return (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    return (ROOT / "docs" / "reference" / "configuration" / "runtime.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is missing")

@@ -115,7 +115,7 @@ class Recorder(Observer):
 
     def look(self, statuses: Iterable[WorkerStatus]) -> None:
         """Notes drains and changes of roles since the last look."""
-        now = {one.worker_id: (one.state, one.role) for one in statuses}
+        now = {one.worker_id: (one.state, str(one.role)) for one in statuses}
         for kind, text in changes(self._states, now):
             self._event(kind, text)
         self._states = now

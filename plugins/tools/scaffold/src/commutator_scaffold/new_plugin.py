@@ -92,7 +92,7 @@ KINDS: Mapping[str, PluginKind] = {
     "limiter": PluginKind(
         title="a limiter",
         summary="A limiter for Commutator that counts each principal's running requests",
-        page="docs/reference/contract.md#contractlimiter",
+        page="docs/reference/contract/limiter.md",
         module="commutator.contract.limiter",
         change="what counts: begin with begin()",
     ),

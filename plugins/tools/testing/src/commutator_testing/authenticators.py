@@ -22,7 +22,9 @@ class AuthenticatorContract:
     that it accepts.
     """
 
-    documented_in = "Authenticator in docs/reference/contract.md and docs/how-to/authenticate.md"
+    documented_in = (
+        "Authenticator in docs/reference/contract/principal.md and docs/how-to/authenticate.md"
+    )
 
     def test_valid_credentials_have_one_principal(
         self, authenticator: Authenticator, valid: Credentials

@@ -18,7 +18,9 @@ _LONGEST_HELP = 80
 class CommandContract:
     """What every command must do. ``module`` is what its entry point names."""
 
-    documented_in = "CommandRegister in docs/reference/contract.md and docs/reference/hooks.md"
+    documented_in = (
+        "CommandRegister in docs/reference/contract/commands.md and docs/reference/hooks.md"
+    )
 
     module: str
     """With the hook ``command_register``."""

@@ -51,7 +51,7 @@ class DisaggContract:
     """What every disaggregation policy must do. ``make_policy`` returns a fresh policy."""
 
     documented_in = (
-        "DisaggPolicy in docs/reference/contract.md and docs/explanation/disaggregation.md"
+        "DisaggPolicy in docs/reference/contract/disagg.md and docs/explanation/disaggregation.md"
     )
 
     def make_policy(self) -> DisaggPolicy:

@@ -125,7 +125,9 @@ class EngineContract(ABC):
     Hand-overs are tested for an engine whose ``EngineInfo.handover`` is set.
     """
 
-    documented_in = "EngineClient in docs/reference/contract.md and docs/how-to/write-an-engine.md"
+    documented_in = (
+        "EngineClient in docs/reference/contract/engine.md and docs/how-to/write-an-engine.md"
+    )
 
     tokenized_prompt: Sequence[int] = tuple(range(100, 148))
     """A prompt of several KV blocks that the engine's model accepts."""

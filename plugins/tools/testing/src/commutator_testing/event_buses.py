@@ -185,7 +185,7 @@ class _FaultyChannel(EventChannel):
 class EventBusContract:
     """What every event bus must do, for workers and front doors as core has them."""
 
-    documented_in = "EventBus in docs/reference/contract.md"
+    documented_in = "EventBus in docs/reference/contract/event_bus.md"
 
     def open_bus(self) -> AbstractAsyncContextManager[EventBus]:
         """A context that makes one process's bus, and closes it.

@@ -48,7 +48,9 @@ _settings = suite_settings(100)
 class EvictionContract:
     """What every eviction policy must do."""
 
-    documented_in = "EvictionPolicy in docs/reference/contract.md and docs/how-to/write-a-tier.md"
+    documented_in = (
+        "EvictionPolicy in docs/reference/contract/eviction.md and docs/how-to/write-a-tier.md"
+    )
 
     def make_policy(self, capacity_blocks: int) -> EvictionPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")

@@ -32,7 +32,7 @@ _settings = suite_settings(100)
 class FairnessContract:
     """What every fairness policy must do. ``make_policy`` returns a fresh policy."""
 
-    documented_in = "FairnessPolicy in docs/reference/contract.md"
+    documented_in = "FairnessPolicy in docs/reference/contract/fairness.md"
 
     def make_policy(self) -> FairnessPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")

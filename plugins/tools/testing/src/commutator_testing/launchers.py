@@ -58,7 +58,7 @@ class PrintedLines(list[tuple[str, str, str]]):
 class LauncherContract:
     """What every launcher must do."""
 
-    documented_in = "Launcher in docs/reference/contract.md"
+    documented_in = "Launcher in docs/reference/contract/launcher.md"
 
     def make_launcher(self, context: LauncherContext) -> Launcher:
         """A launcher that is not open yet."""
@@ -158,7 +158,7 @@ def _is_alive(pid: int) -> bool:
 class AgentLauncherContract:
     """What every launcher of agents must do. Its hosts share this machine's files."""
 
-    documented_in = "AgentLauncher in docs/reference/contract.md"
+    documented_in = "AgentLauncher in docs/reference/contract/launcher.md"
     patience_s = 120.0
     """Longest wait for anything; only a failing test waits so long."""
 

@@ -30,7 +30,7 @@ class LimiterContract:
     A fixture ``limiter`` returns one, which has counted nothing.
     """
 
-    documented_in = "RequestLimiter in docs/reference/contract.md"
+    documented_in = "RequestLimiter in docs/reference/contract/limiter.md"
     counted: Collection[str] = _ALL
     """The fields of ``Limits`` that it counts. Principals with others must be refused."""
     shares: bool = True

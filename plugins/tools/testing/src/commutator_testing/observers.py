@@ -21,7 +21,7 @@ from commutator_testing.shared import make_record
 class ObserverContract:
     """What every observer must do. A fixture ``observer`` returns one that is not started."""
 
-    documented_in = "Observer in docs/reference/contract.md and docs/reference/hooks.md"
+    documented_in = "Observer in docs/reference/contract/observer.md and docs/reference/hooks.md"
 
     def test_it_watches_a_deployment_from_start_to_stop(self, observer: Observer) -> None:
         """No hook raises, whatever happens; nothing is awaited between start and stop."""

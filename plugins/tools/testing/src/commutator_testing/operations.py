@@ -23,7 +23,9 @@ _DOORS = [
 class OperationsContract:
     """What all operations must do. ``make_operations`` makes those of one front-door process."""
 
-    documented_in = "Operations in docs/reference/contract.md and docs/reference/hooks.md"
+    documented_in = (
+        "Operations in docs/reference/contract/operations.md and docs/reference/hooks.md"
+    )
 
     def make_operations(self) -> Operations:
         """New ones, over services that have what their routes use."""

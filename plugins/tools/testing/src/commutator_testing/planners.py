@@ -105,7 +105,7 @@ def observations(draw: st.DrawFn) -> tuple[PlannerContext, list[Observation]]:
 class PlannerContract:
     """What every planner must do. ``make_policy`` returns a fresh policy for a fleet."""
 
-    documented_in = "PlannerPolicy in docs/reference/contract.md"
+    documented_in = "PlannerPolicy in docs/reference/contract/planner.md"
 
     def make_policy(self, context: PlannerContext) -> PlannerPolicy[Any]:
         raise NotImplementedError("return a fresh instance of the policy under test")

@@ -107,7 +107,9 @@ def expected(recorded: Recorded, answers: int) -> Said:
 class ProtocolContract:
     """What every protocol must do. A fixture ``protocol`` returns the registered one."""
 
-    documented_in = "AnswerWriter in docs/reference/contract.md and docs/how-to/write-a-protocol.md"
+    documented_in = (
+        "AnswerWriter in docs/reference/contract/answer.md and docs/how-to/write-a-protocol.md"
+    )
 
     answers = 2
     """The most answers that one request of the protocol may have."""

@@ -92,7 +92,7 @@ async def watching(registry: Registry) -> AsyncIterator[RegistryWatcher]:
 class RegistryContract:
     """What every registry must do. Each test gets a registry without workers."""
 
-    documented_in = "Registry in docs/reference/contract.md"
+    documented_in = "Registry in docs/reference/contract/registry.md"
 
     lease_s = 0.6
     """A short lease that the registry can hold, in seconds; some tests wait until it lapses."""

@@ -95,7 +95,8 @@ class RouterContract:
     """What every routing policy must do. ``make_policy`` returns a fresh policy each time."""
 
     documented_in = (
-        "RoutingPolicy in docs/reference/contract.md and docs/tutorial/first-routing-policy.md"
+        "RoutingPolicy in docs/reference/contract/routing.md and "
+        "docs/tutorial/first-routing-policy.md"
     )
 
     def make_policy(self) -> RoutingPolicy:

@@ -38,7 +38,7 @@ _keys = st.sampled_from(_KEYS)
 class TierContract:
     """What every storage tier must do. ``make_tier`` returns a fresh, unopened tier."""
 
-    documented_in = "StorageTier in docs/reference/contract.md and docs/how-to/write-a-tier.md"
+    documented_in = "StorageTier in docs/reference/contract/tier.md and docs/how-to/write-a-tier.md"
 
     durable = False
     """Whether committed blocks survive the process."""

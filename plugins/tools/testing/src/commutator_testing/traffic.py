@@ -35,7 +35,7 @@ _OF_THE_CLIENT: tuple[CommutatorError, ...] = (
 class TrafficContract:
     """What every traffic plugin must do. ``make_traffic`` returns one with at least one alias."""
 
-    documented_in = "Traffic in docs/reference/contract.md"
+    documented_in = "Traffic in docs/reference/contract/traffic.md"
 
     models = ("v1", "v2", "small")
     """The models that are served."""

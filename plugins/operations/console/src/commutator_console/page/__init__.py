@@ -8,13 +8,15 @@ elsewhere, and no script but ours runs: what workers, models and clients call th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from html import escape
 from importlib.resources import files
+from pathlib import Path
 
 from aiohttp import web
 
 from commutator.contract.operations import OperationsRoute
 
-__all__ = ["PAGE_PATHS", "page_routes"]
+__all__ = ["PAGE_PATHS", "page_routes", "write_player"]
 
 _TYPES = {
     "style.css": "text/css",
@@ -24,6 +26,7 @@ _TYPES = {
     "charts.js": "text/javascript",
     "decision.js": "text/javascript",
     "timeline.js": "text/javascript",
+    "recording.js": "text/javascript",
     "markdown.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
@@ -45,6 +48,17 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-cache",
 }
+
+
+def write_player(to: Path, recording: str) -> None:
+    """Write the page to the folder ``to``, as one that plays the recording at that address."""
+    folder = files(__name__)
+    (to / "ui").mkdir(parents=True, exist_ok=True)
+    for name in _TYPES:
+        (to / "ui" / name).write_bytes((folder / name).read_bytes())
+    page = (folder / "index.html").read_text()
+    played = f'data-chat="no" data-recording="{escape(recording)}"'
+    (to / "index.html").write_text(page.replace('data-chat="yes"', played))
 
 
 def page_routes(*, chat: bool, needs_key: bool) -> Iterable[OperationsRoute]:

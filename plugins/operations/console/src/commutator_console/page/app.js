@@ -1,6 +1,7 @@
 // Connects to /admin/live and shows what comes; the page's key, theme and tabs.
 
 import { startChat } from "./chat.js";
+import { readRecording } from "./recording.js";
 import { createView } from "./view.js";
 
 const STALE_MS = 4000, HIDDEN_MS = 30000, PAUSES_MS = [300, 600, 1000, 1500];
@@ -13,7 +14,9 @@ const STORE = "commutator.key";
 let key = sessionStorage.getItem(STORE) || "";
 
 const authorization = () => (key ? { Authorization: `Bearer ${key}` } : {});
-const api = (path, options = {}) => fetch(path, { ...options, headers: { ...authorization(), ...options.headers }, cache: "no-store", credentials: "omit" });
+const recorded = document.documentElement.dataset.recording; // in the documentation's copy
+const recording = recorded ? readRecording(recorded) : null;
+const api = async (path, options = {}) => recording ? (await recording).answer(path, options) : fetch(path, { ...options, headers: { ...authorization(), ...options.headers }, cache: "no-store", credentials: "omit" });
 const view = createView(api);
 
 function askForKey(reason) {
@@ -175,9 +178,17 @@ setInterval(async () => {
 let hiding = 0;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiding);
+  if (recording) return;
   if (document.hidden) {
     hiding = setTimeout(() => { if (running) running.abort(); }, HIDDEN_MS);
   } else if (!running || running.signal.aborted) connect();
 });
 
-connect();
+async function playRecording() {
+  get("key-button").hidden = true;
+  const play = (snapshot) => { show(snapshot.status, `a recording: ${snapshot.status}`); view.update(snapshot); };
+  (await recording).play(play, view.forget);
+}
+
+if (recording) playRecording().catch((error) => { show("lost", "no recording"); notice(error.message); });
+else connect();

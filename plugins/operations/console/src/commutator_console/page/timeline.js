@@ -21,11 +21,15 @@ export function createTimeline(svg, caption, since) {
       for (const [key, one] of marks) if (one.time_unix_s < nowS - LENGTH_S) marks.delete(key);
       draw(nowS);
     },
+    forget() {
+      samples.length = 0;
+      marks.clear();
+    },
   };
 
   function draw(nowS) {
     const width = Math.max(300, Math.round(svg.getBoundingClientRect().width) || 900), height = 96, foot = 18, top = 16;
-    const fromS = Math.min(nowS - 5, Math.max(samples[0][0], nowS - LENGTH_S), ...[...marks.values()].map((one) => one.time_unix_s));
+    const fromS = Math.min(nowS - 5, Math.max(samples[0][0], nowS - LENGTH_S));
     const x = (timeS) => ((timeS - fromS) / (nowS - fromS)) * width;
     const most = Math.max(1e-9, ...samples.map(([, perS, bad]) => Math.max(perS, bad)));
     const y = (value) => height - foot - (value / most) * (height - foot - top);
@@ -44,9 +48,8 @@ export function createTimeline(svg, caption, since) {
       drawn.push(shape("path", { class: "line", d: line(1) }));
       if (samples.some((one) => one[2] > 0)) drawn.push(shape("path", { class: "line failing", d: line(2) }));
     }
-    drawn.push(shape("text", { class: "small in from", x: 4, y: top - 4 }, most > 1e-9 ? `at most ${number(most)} requests/s` : "no requests yet"));
     const said = [];
-    for (const one of [...marks.values()].sort((a, b) => a.time_unix_s - b.time_unix_s)) {
+    for (const one of [...marks.values()].filter((one) => one.time_unix_s >= fromS).sort((a, b) => a.time_unix_s - b.time_unix_s)) {
       const [kind, sign] = MARKS[one.kind] ?? ["planned", "•"], at = Math.min(width - 6, Math.max(6, x(one.time_unix_s)));
       const mark = shape("g", { class: `mark ${kind}` });
       const title = shape("title", {}, `${clock(one.time_unix_s)} ${one.kind}: ${one.text}`);
@@ -55,7 +58,7 @@ export function createTimeline(svg, caption, since) {
       said.push(`${clock(one.time_unix_s)} ${one.kind}: ${one.text}`);
     }
     svg.replaceChildren(...drawn);
-    setText(since, `since ${clock(fromS)}`);
+    setText(since, `since ${clock(fromS)}, ${most > 1e-9 ? `at most ${number(most)} requests/s` : "no requests yet"}`);
     setText(caption, `Requests a second, at most ${number(most)}. ${said.slice(-20).join("; ")}`);
   }
 }

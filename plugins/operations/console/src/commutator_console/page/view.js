@@ -431,7 +431,16 @@ export function createView(api) {
     timeline.add(snapshot.time_unix_s, perS, (failed ?? 0) + (refused ?? 0), [...snapshot.events, ...planned, ...rolled]);
   }
 
+  /** As if the page was opened now. */
+  function forget() {
+    for (const name of Object.keys(history)) delete history[name];
+    gone.clear();
+    workers = new Map();
+    timeline.forget();
+  }
+
   return {
+    forget,
     roll,
     /** Tokens of a block at a worker; undefined if it is not known. */
     blockSize: (worker) => workers.get(worker)?.block_size,
