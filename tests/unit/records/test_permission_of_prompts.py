@@ -118,7 +118,7 @@ def problems(folder: Path, without: str = "", **sections: Any) -> list[str]:
 def test_a_recording_needs_the_permission(tmp_path: Path) -> None:
     entry = {"kind": "recording", "path": "trace.jsonl"}
     (line,) = problems(tmp_path, observers=[entry])
-    assert "observers[0].prompts: expected true, which allows to read prompts" in line
+    assert "observers[0].prompts: set it to true: this observer reads prompts" in line
     assert problems(tmp_path, observers=[{**entry, "prompts": True}]) == []
 
 

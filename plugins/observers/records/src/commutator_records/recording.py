@@ -51,7 +51,7 @@ _encode = msgspec.json.encode
 def _allowed(_: object, _field: Attribute[Any], value: bool) -> None:
     if not value:
         raise ValueError(
-            "expected true, which allows to read prompts: keyed hashes of them are written, no text"
+            "set it to true: this observer reads prompts, and writes keyed hashes of them, no text"
         )
 
 
