@@ -18,6 +18,7 @@ from commutator_dram.tier import DramConfig
 from commutator_engine_kit import preflight
 from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_engine_kit.model_files import directory_for
+from commutator_models.families import families
 from commutator_vllm import launch
 from commutator_vllm.client import TokenApiAddress, VllmTokenClient
 from commutator_vllm.config import VllmConfig
@@ -254,6 +255,20 @@ def test_a_role_brings_the_connector(
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
     assert int(plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
     assert VllmConnector().handover_style(config) is not None
+
+
+def test_a_role_keeps_the_whole_context_of_chunked_layers(
+    context: LaunchContext, python: str
+) -> None:
+    (llama4,) = (dict(one.config) for one in families() if one.title == "Llama 4")
+    (Path(context.model.source) / "config.json").write_text(json.dumps(llama4))
+    whole = "--disable-hybrid-kv-cache-manager"
+    config = VllmConfig(kind="vllm", role="decode", python=python)
+    assert launch_plan(config, context).argv.count(whole) == 1
+    assert whole not in launch_plan(evolve(config, role="both"), context).argv
+    split = evolve(config, args=("--no-disable-hybrid-kv-cache-manager",))
+    with pytest.raises(ConfigError, match="remove --no-disable-hybrid-kv-cache-manager"):
+        launch_plan(split, context)
 
 
 def test_a_connector_among_the_arguments_replaces_ours(context: LaunchContext, python: str) -> None:

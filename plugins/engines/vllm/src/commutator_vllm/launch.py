@@ -71,6 +71,7 @@ _CONTEXT_PARALLEL = (
 )
 _STAGES = ("--pipeline-parallel-size", "-pp")
 _MAMBA_CACHE_MODE = "--mamba-cache-mode"
+_WHOLE_CONTEXT = "--disable-hybrid-kv-cache-manager"
 _SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
 _GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
@@ -174,6 +175,10 @@ def server_arguments(
         ours[STRUCTURED_OUTPUTS] = "guidance"  # it refuses what it cannot enforce
     if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
         ours[KV_TRANSFER] = compact_json(connector)
+    ours_hand_over = config.role != "both" and not config.has_own_connector
+    if ours_hand_over and model_support.has_chunks(context.model):
+        # The NixlConnector counts a chunk's blocks differently on both sides, and the server dies.
+        ours[_WHOLE_CONTEXT] = ""
     ours |= {"--enable-prompt-tokens-details": "", "--enable-scale-out": ""}
     return with_defaults(ours, config.args)
 
@@ -223,6 +228,12 @@ def _not_handed_over(config: VllmConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f"{model.name} keeps {' and '.join(kept.kinds)}, which vLLM's NixlConnector does not "
             f"hand over between pipeline stages; remove {_STAGES[0]} from `args`, or use role: both"
+        )
+    whole = _WHOLE_CONTEXT.replace("--", "--no-", 1)
+    if whole in config.args and model_support.has_chunks(model):
+        yield (
+            f"{model.name} has chunked attention, which vLLM's NixlConnector hands over with "
+            f"{_WHOLE_CONTEXT} only; remove {whole} from `args`, or use role: both"
         )
 
 

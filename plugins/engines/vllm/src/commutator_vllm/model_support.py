@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from commutator import ModelConfig
 from commutator_engine_kit.kv import KvKind
 from commutator_engine_kit.launching import argument_value
-from commutator_engine_kit.model_kv import USUAL_BYTES, KvSupport, ModelKv, Verdict
+from commutator_engine_kit.model_kv import USUAL_BYTES, KvSupport, ModelKv, Verdict, model_at
 
 _YES = Verdict("yes")
 _TESTED = {"llama", "gemma3_text", "gpt_oss", "llama4_text", "mixtral", "qwen3_next"}
 """Families of which a test with real vLLM has run a model."""
+_HANDED_OVER = {"gemma3_text", "gpt_oss"}
+"""Families with several kinds of KV of which a test has handed a model over."""
 _SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _IN_GROUPS = {KvKind.FULL, KvKind.SLIDING, KvKind.CHUNKED, KvKind.RECURRENT}
 
@@ -58,9 +61,28 @@ def handover(model: ModelKv) -> Verdict:
         return Verdict("no", "cross attention is computed where the picture is; use role: both")
     if other := _other_kinds(model):
         return Verdict("untried", f"{other} has been met in no test")
-    if model.is_plain or model.model_type == "gemma3_text":  # which a test has handed over
+    if model.of(KvKind.CHUNKED):
+        return Verdict(
+            "part",
+            "chunked layers keep and hand over the whole context, as vLLM's NixlConnector does not "
+            "know chunks; launched servers with a role get --disable-hybrid-kv-cache-manager, "
+            "without which the server that decodes dies",
+        )
+    if model.model_type == "qwen3_next":
+        return Verdict(
+            "part",
+            "equal where a prompt is cut after a state that vLLM keeps; elsewhere log "
+            "probabilities differed by up to 0.27 in bfloat16, not told apart from rounding",
+        )
+    if model.is_plain or model.model_type in _HANDED_OVER:
         return _YES
     return Verdict("untried", "vLLM's NixlConnector decides as it starts")
+
+
+def has_chunks(model: ModelConfig) -> bool:
+    """Whether layers of the model have chunked attention; False where no config.json says so."""
+    kept = model_at(model.source)
+    return kept is not None and bool(kept.of(KvKind.CHUNKED))
 
 
 def _routing(model: ModelKv) -> Verdict:
