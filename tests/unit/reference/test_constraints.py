@@ -60,6 +60,18 @@ def answer(matcher: Matcher, seed: int, most: int = 400) -> str | None:
     return None
 
 
+def test_a_mask_is_the_same_in_every_precision() -> None:
+    """Single precision on a CPU is masked by another library than the others."""
+    logits = torch.linspace(-3, 3, TEXT.vocab_size)
+    matcher = GRAMMARS.matcher(of("choice", ("Paris", "Rome")))
+    single = matcher.allow(logits, logits)
+    double = matcher.allow(logits.double(), logits.double())
+    assert 0 < single.isfinite().sum() < 10
+    assert torch.equal(single.double().isfinite(), double.isfinite())
+    assert torch.equal(single[single.isfinite()], logits[single.isfinite()])
+    assert logits.isfinite().all(), "the logits themselves stay"
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_answers_follow_a_schema(seed: int) -> None:

@@ -182,11 +182,10 @@ class Matcher:
         if self._place is not None:
             allowed = self._place.bounded(allowed)
             allowed = self._led(self._place, allowed, logits, left, most)
-        mask = _mask(allowed, logits)
-        masked = logits.masked_fill(~mask, -torch.inf)
+        masked = _masked(logits, allowed)
         if logits is raw or masked.isfinite().any():
             return masked
-        return raw.masked_fill(~mask, -torch.inf)
+        return _masked(raw, allowed)
 
     def _led(
         self,
@@ -204,7 +203,7 @@ class Matcher:
         if not 0 < left <= begins:
             return allowed
         nearest = place.closing(allowed, self._ends)
-        among = logits.masked_fill(~_mask(allowed, logits), -torch.inf)
+        among = _masked(logits, allowed)
         if left <= min(last_part, closing_tokens):
             likeliest = int(among.argmax())
             self.hurried |= not nearest[likeliest] and not place.is_space(likeliest)
@@ -242,6 +241,14 @@ class Matcher:
             )
         elif self._place is not None:
             self._place.read(token_id)
+
+
+def _masked(logits: Tensor, allowed: NDArray[np.bool_]) -> Tensor:
+    """A copy with minus infinity for what is not ``allowed``."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # PyTorch would share these few microseconds with threads that may have to wait for a core.
+        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32(-np.inf)))
+    return logits.masked_fill(~_mask(allowed, logits), -torch.inf)
 
 
 def _mask(allowed: NDArray[np.bool_], logits: Tensor) -> Tensor:
