@@ -114,13 +114,14 @@ def _batch(chunks: Sequence[Chunk], plan: PagePlan, device: torch.device) -> Dec
     positions = [p for c in ordered for p in range(c.start, c.end)]
     pieces: list[tuple[_Piece, ...]] = []
     states: list[_States | None] = []
+    masks: dict[tuple[KvKind, int, int], Tensor] = {}
     for number, group in enumerate(plan.groups):
         tables = [chunk.tables[number] for chunk in ordered]
         if group.kind is KvKind.RECURRENT:
             pieces.append(())
             states.append(_group_states(group, ordered, starts, tables, device))
         else:
-            pieces.append(tuple(_pieces(group, ordered, starts, tables, device)))
+            pieces.append(tuple(_pieces(group, ordered, starts, tables, device, masks)))
             states.append(None)
     rows = [slice(at, at + len(c.token_ids)) for at, c in zip(starts, ordered, strict=True)]
     return DecoderBatch(
@@ -152,13 +153,16 @@ def _pieces(
     starts: Sequence[int],
     tables: Sequence[Sequence[int]],
     device: torch.device,
+    masks: dict[tuple[KvKind, int, int], Tensor],
 ) -> list[_Piece]:
+    """``masks`` are shared by groups that see alike, by kind, window and number of the piece."""
     size = group.block_size
     spans = [(group.first_needed(c.start), -(-c.end // size)) for c in chunks]
     for needed, (first, stop) in zip(tables, spans, strict=True):
         _must_be_there(group, needed[first:stop], stop - first)
     singles = sum(len(chunk.token_ids) == 1 for chunk in chunks)
-    pieces, at = [], 0
+    pieces: list[_Piece] = []
+    at = 0
     padded = [1 << (stop - first - 1).bit_length() for first, stop in spans[:singles]]
     for _, members in groupby(padded):
         count = len(list(members))
@@ -172,20 +176,25 @@ def _pieces(
             # Padding repeats the sequence's own last page, at positions that nothing attends to.
             pages.append(own + [own[-1]] * (width - len(own)))
             positions.append(first * size)
-        where = torch.tensor(positions, device=device)[:, None] + torch.arange(
-            width * size, device=device
-        )
-        queries = torch.tensor([chunks[n].start for n in some], device=device)[:, None]
-        mask = _seen(group, queries, where)[:, None, None]
+        seen = group.kind, group.window, len(pieces)
+        if (mask := masks.get(seen)) is None:
+            where = torch.tensor(positions, device=device)[:, None] + torch.arange(
+                width * size, device=device
+            )
+            queries = torch.tensor([chunks[n].start for n in some], device=device)[:, None]
+            mask = masks[seen] = _seen(group, queries, where)[:, None, None]
         rows = slice(some.start, some.stop)
         pieces.append(_Piece(rows, torch.tensor(pages, device=device), mask, True))
     for n in range(singles, len(chunks)):
         first, stop = spans[n]
-        where = torch.arange(first * size, stop * size, device=device)
-        queries = torch.arange(chunks[n].start, chunks[n].end, device=device)[:, None]
+        seen = group.kind, group.window, len(pieces)
+        if (mask := masks.get(seen)) is None:
+            where = torch.arange(first * size, stop * size, device=device)
+            queries = torch.arange(chunks[n].start, chunks[n].end, device=device)[:, None]
+            mask = masks[seen] = _seen(group, queries, where)
         rows = slice(starts[n], starts[n] + len(chunks[n].token_ids))
         table = torch.tensor([list(tables[n][first:stop])], device=device)
-        pieces.append(_Piece(rows, table, _seen(group, queries, where), False))
+        pieces.append(_Piece(rows, table, mask, False))
     return pieces
 
 
@@ -292,16 +301,14 @@ class Attention(Mixer):
     kv_heads: int
     head_size: int
     scale: float
-    query: Linear
-    """Also makes the gate, after each head's query, where there is one."""
-    key_value: Linear
+    projection: Linear
+    """Makes queries, keys and values, head by head, and then the gates, where there are some."""
     output: Linear
     rope: Rope | None
-    query_bias: Tensor | None = None
-    key_value_bias: Tensor | None = None
+    bias: Tensor | None = None
     output_bias: Tensor | None = None
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
+    norm: Tensor | None = None
+    """[heads + KV heads, head size], of queries and keys."""
     norm_epsilon: float = 1e-6
     norm_after_rope: bool = False
     """Whether query and key are divided by their root mean square, after they are rotated."""
@@ -312,22 +319,16 @@ class Attention(Mixer):
     """Positions and scale by which queries grow: Llama 4's layers without rotary positions."""
 
     def __call__(self, x: Tensor, batch: DecoderBatch, arena: PageArena, group: int) -> Tensor:
-        query = _plus(self.query(x), self.query_bias).view(len(x), self.heads, -1)
-        gate = None
-        if self.gated:
-            query, gate = query.chunk(2, -1)
-        pairs = _plus(self.key_value(x), self.key_value_bias)
-        key, value = pairs.view(len(x), 2, self.kv_heads, self.head_size).unbind(1)
-        shape = (self.head_size,)
-        if self.query_norm is not None and self.key_norm is not None:
-            query = rms_norm(query, shape, self.query_norm, self.norm_epsilon)
-            key = rms_norm(key, shape, self.key_norm, self.norm_epsilon)
-        query, key = query.contiguous(), key.contiguous()
-        self._rotated(query, self.rope, batch)
-        self._rotated(key, self.rope, batch)
+        made = _plus(self.projection(x), self.bias).view(len(x), -1, self.head_size)
+        turned, own = self.heads + self.kv_heads, self.heads + 2 * self.kv_heads
+        both = made[:, :turned]
+        if self.norm is not None:
+            plain = rms_norm(both, (self.head_size,), eps=self.norm_epsilon)
+            torch.mul(plain, self.norm, out=both)
+        self._rotated(both, self.rope, batch)
         if self.norm_after_rope:
-            query = rms_norm(query, shape, eps=self.norm_epsilon)
-            key = rms_norm(key, shape, eps=self.norm_epsilon)
+            both.copy_(rms_norm(both, (self.head_size,), eps=self.norm_epsilon))
+        query = made[:, : self.heads]
         if self.temperature is not None:
             floor, scale = self.temperature
             grown = torch.log1p(((batch.positions + 1.0) / floor).floor()) * scale + 1.0
@@ -335,7 +336,9 @@ class Attention(Mixer):
         pages = arena.layer(
             self.layer, (2, self.kv_heads, arena.block_size, self.head_size), x.dtype
         )
-        pages[batch.pages[group], :, :, batch.offsets] = torch.stack((key, value), 1)
+        pages[batch.pages[group], :, :, batch.offsets] = made[:, self.heads : own].unflatten(
+            1, (2, self.kv_heads)
+        )
         parts = []
         for piece in batch.pieces[group]:
             read = pages[piece.pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
@@ -343,8 +346,8 @@ class Attention(Mixer):
                 _attend(query[piece.rows], piece, read[0], read[1], self.scale, self.sinks)
             )
         attended = torch.cat(parts).flatten(1)
-        if gate is not None:
-            attended = attended * gate.flatten(1).sigmoid()
+        if self.gated:
+            attended = attended * made[:, own:].flatten(1).sigmoid()
         return _plus(self.output(attended), self.output_bias)
 
 
@@ -410,9 +413,9 @@ class DeltaNet(Mixer):
     controls: Linear
     """Makes strengths and decays, key head by key head."""
     convolution: Tensor
-    """[channels, tokens]"""
+    """[channels, tokens], float32"""
     decay: Tensor
-    """[value heads], log"""
+    """[value heads], float32: the log of how much of a state is left, for a unit of its control."""
     decay_bias: Tensor
     norm: Tensor
     norm_epsilon: float
@@ -430,7 +433,7 @@ class DeltaNet(Mixer):
         inputs = torch.cat([each.flatten(1) for each in mixed[:3]], -1)
         strength, decay = self.controls(x).view(len(x), self.key_heads, -1).chunk(2, -1)
         strength = strength.flatten(1).float().sigmoid()
-        log_decay = -self.decay.float().exp() * softplus(decay.flatten(1).float() + self.decay_bias)
+        log_decay = self.decay * softplus(decay.flatten(1).float() + self.decay_bias)
         states = batch.states[group]
         assert states is not None, "a recurrent layer is in a recurrent group"
         answers = self._recur(inputs, log_decay, strength, states, arena)
@@ -460,7 +463,7 @@ class DeltaNet(Mixer):
             past = kept[:, :window].unflatten(1, (taps - 1, self.channels))
             newest = inputs[states.decodes].float()
             seen = torch.cat((past, newest[:, None]), 1)
-            query, key, value = self._heads((seen * self.convolution.T.float()).sum(1))
+            query, key, value = self._heads((seen * self.convolution.T).sum(1))
             answer, state = delta_step(
                 query,
                 key,
@@ -479,7 +482,7 @@ class DeltaNet(Mixer):
                 past, state = page[:window].view_as(past), page[window:].view(shape)
             seen = torch.cat((past, inputs[rows].float()))
             mixed = torch.nn.functional.conv1d(
-                seen.T[None], self.convolution.float()[:, None], groups=self.channels
+                seen.T[None], self.convolution[:, None], groups=self.channels
             )
             query, key, value = self._heads(mixed[0].T)
             first = rows.start

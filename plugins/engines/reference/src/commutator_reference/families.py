@@ -231,7 +231,19 @@ class _Loader:
         if family == "llama4_text":
             query, key = _half_split(query, size), _half_split(key, size)
             rope = rope if _uses_rope(raw, number) else None
-        normed = family in {"gemma3_text", "qwen3_next"}
+        gates: tuple[Tensor, ...] = ()
+        if gated := family == "qwen3_next":  # each head's gate follows its query
+            query, gate = query.unflatten(0, (-1, 2, size)).unbind(1)
+            query, gates = query.flatten(0, 1), (gate.flatten(0, 1),)
+        norm: Tensor | None = None
+        if family in {"gemma3_text", "qwen3_next"}:
+            heads = {"q": raw["num_attention_heads"], "k": raw["num_key_value_heads"]}
+            norm = torch.cat(
+                [
+                    self._norm(f"{name}{each}_norm.weight").expand(count, -1)
+                    for each, count in heads.items()
+                ]
+            )
         biased = family == "gpt_oss"
         scale = raw["query_pre_attn_scalar"] if family == "gemma3_text" else size
         tuned = family == "llama4_text" and rope is None and raw.get("attn_temperature_tuning")
@@ -241,24 +253,19 @@ class _Loader:
             kv_heads=raw["num_key_value_heads"],
             head_size=size,
             scale=scale**-0.5,
-            query=Linear(query),
-            key_value=Linear(torch.cat((key, self._get(f"{name}v_proj.weight")))),
+            projection=Linear(torch.cat((query, key, self._get(f"{name}v_proj.weight"), *gates))),
             output=Linear(self._get(f"{name}o_proj.weight")),
             rope=rope,
-            query_bias=self._get(f"{name}q_proj.bias") if biased else None,
-            key_value_bias=(
-                torch.cat((self._get(f"{name}k_proj.bias"), self._get(f"{name}v_proj.bias")))
-                if biased
-                else None
-            ),
+            bias=torch.cat([self._get(f"{name}{each}_proj.bias") for each in "qkv"])
+            if biased
+            else None,
             output_bias=self._get(f"{name}o_proj.bias") if biased else None,
-            query_norm=self._norm(f"{name}q_norm.weight") if normed else None,
-            key_norm=self._norm(f"{name}k_norm.weight") if normed else None,
+            norm=norm,
             norm_epsilon=epsilon,
             norm_after_rope=family == "llama4_text"
             and rope is not None
             and bool(raw.get("use_qk_norm", True)),
-            gated=family == "qwen3_next",
+            gated=gated,
             sinks=self._get(f"{name}sinks") if biased else None,
             temperature=(raw["floor_scale"], raw["attn_scale"]) if tuned else None,
         )
@@ -314,8 +321,8 @@ class _Loader:
             value_size=raw["linear_value_head_dim"],
             mixed=Linear(self._get(f"{name}in_proj_qkvz.weight")),
             controls=Linear(self._get(f"{name}in_proj_ba.weight")),
-            convolution=self._get(f"{name}conv1d.weight")[:, 0],
-            decay=self._get(f"{name}A_log"),
+            convolution=self._get(f"{name}conv1d.weight")[:, 0].float(),
+            decay=-self._get(f"{name}A_log").float().exp(),
             decay_bias=self._get(f"{name}dt_bias"),
             norm=self._get(f"{name}norm.weight"),
             norm_epsilon=self._config.norm_epsilon,
