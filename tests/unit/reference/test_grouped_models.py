@@ -143,7 +143,7 @@ def test_a_damaged_block_of_any_group_is_found_and_never_used(family: str, tmp_p
             damage(setup.tier, stored[-1], 5)
             assert tiered.answers([prompt], 4, at_once=1) == [wanted]
             (tier,) = tiered.connector.statistics().tiers
-            assert tier.loads.get("corrupt") == 1, number
+            assert tier.loads.get("corrupt") == 1, (number, tier.loads)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
