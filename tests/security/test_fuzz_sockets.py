@@ -221,6 +221,7 @@ PATHS = [
     *(b"/admin/planner/explain", b"/admin/planner/explain?at=%00&at=1e999", b"/admin/planner/x"),
     *(b"/admin/route/explain", b"/leave"),
     *(path.encode() for path in sorted(PAGE_PATHS)),
+    *(b"/admin/live/decision?request=%00", b"/admin/live/decision"),
     *(b"/admin/live", b"/admin/live/door", b"/admin/live/", b"/ui/../x", b"/%00", b"/..", b"*"),
 ]
 HEADERS = st.sampled_from(

@@ -196,7 +196,10 @@ def test_parts_have_every_input_once_and_a_bound(lengths: list[int], workers: in
     st.sampled_from(["left", "right"]),
 )
 def test_cut_inputs_have_what_was_asked(inputs: list[Any], most: int, side: Any) -> None:
-    inputs = [one or "x" for one in inputs]
+    # The tokenizer of the tests has no token for some control characters.
+    inputs = [
+        one if not isinstance(one, str) or TEXT.tokenizer.encode(one).ids else "x" for one in inputs
+    ]
     cut = Asked(model=None, operation="embed", inputs=inputs, cut=Cut(side=side, tokens=most))
     whole = Asked(model=None, operation="embed", inputs=inputs)
     found = tokenized(TEXT.tokenizer, inputs, cut, 4_096, TEXT.vocab_size)

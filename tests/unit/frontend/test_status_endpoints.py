@@ -63,7 +63,7 @@ async def test_live_ready_health() -> None:
                     "version": "",
                     "pid": None,
                     "host": "",
-                    "block_size": 0,
+                    "block_size": 16,
                     "operations": [],
                 }
             ],

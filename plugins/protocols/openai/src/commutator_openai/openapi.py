@@ -81,6 +81,11 @@ _ADMIN: Mapping[str, tuple[str, str, list[dict[str, Any]]]] = {
     ),
     "/admin/live": ("get", "The state of the whole run, every second.", []),
     "/admin/live/door": ("get", "What this front-door process alone knows of the run.", []),
+    "/admin/live/decision": (
+        "get",
+        "Why one of the last requests went to its worker.",
+        _query(("request", {"type": "string"}, "Its id.")),
+    ),
     "/admin/planner": ("get", "What the planner wants and sees, and its last plan.", []),
     "/admin/planner/explain": ("get", "The last plan until a time, and why.", _query(_AT)),
     "/admin/planner/history": ("get", "The planner's latest changes and warnings.", []),
