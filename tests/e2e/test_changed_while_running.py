@@ -173,6 +173,7 @@ async def test_nothing_is_lost_while_everything_changes(tmp_path: Path) -> None:
         assert set(traffic.seen) == {"complete"}, (traffic.seen, traffic.failures[:5])
 
 
+@pytest.mark.long
 async def test_front_doors_are_replaced_where_an_option_needs_it(tmp_path: Path) -> None:
     with LocalCluster(DEPLOYMENT, joins=False) as cluster:
         traffic = Traffic(cluster.url, 20)

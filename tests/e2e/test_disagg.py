@@ -175,6 +175,7 @@ async def test_fifty_prompts_from_20_to_3000_tokens() -> None:
     await compare([round(20 * 150 ** (number / 49)) for number in range(50)])
 
 
+@pytest.mark.long
 async def test_the_example_separates_long_prompts_only() -> None:
     with LocalCluster(ROOT / "examples" / "disagg.yaml", start_timeout_s=300) as cluster:
         await until_known(cluster, 3)

@@ -37,6 +37,7 @@ def test_a_healthy_deployment_has_no_finding(tmp_path: Path) -> None:
         assert found("--url", cluster.url, "--ask") == {}
 
 
+@pytest.mark.long
 def test_a_policy_that_does_not_look_is_named_and_so_is_what_it_lost(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     head = "The river runs past the mill and under the old bridge, where boats wait. " * 8

@@ -201,6 +201,7 @@ def test_one_answer_whatever_the_way(deployment: Deployment) -> None:
     assert texts.pop()
 
 
+@pytest.mark.long
 def test_a_door_that_is_not_opened_costs_nothing() -> None:
     """Though it is installed, no front door has gRPC's library in its memory."""
     config = {

@@ -62,6 +62,7 @@ def test_another_host_finds_the_front_door_and_nothing_else(tmp_path: Path) -> N
             assert outside.reachable_ports() - before == {door}
 
 
+@pytest.mark.long
 def test_interfaces_that_the_configuration_names_are_used() -> None:
     name, address = another_interface()
     with LocalCluster(CONFIG | {"runtime": {"kv_interfaces": ["lo", name]}}) as cluster:

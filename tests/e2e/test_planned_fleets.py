@@ -186,6 +186,7 @@ async def command(cluster: LocalCluster, *arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.long
 async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lost(
     root: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests.support.processes import processes_of
 from commutator.auth.keys import hash_of, new_key
 from commutator_scaffold.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 KEYS = {name: new_key() for name in ("alice", "bob")}
 LEASE_S = 3.0

@@ -163,6 +163,7 @@ async def handed_over(url: str) -> float:
     )
 
 
+@pytest.mark.long
 async def test_nothing_fails_while_roles_change(tmp_path: Path) -> None:
     await changed_in_turn(6.0, tmp_path)
 

@@ -41,6 +41,7 @@ def test_what_lies_in_the_memory_of_the_first(root: Path, prompt: list[int]) -> 
         assert second.loads("dram") == {}
 
 
+@pytest.mark.long
 def test_what_the_first_stored_in_s3(
     seaweed: SeaweedServer, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
