@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from attrs import define, field, frozen
@@ -367,16 +368,14 @@ def latest(parts: Sequence[DoorPart], most: int) -> tuple[list[RequestRow], list
     rows = [row for part in parts for row in part.recent]
     seen: dict[tuple[str, str], float] = {}
     events = []
-    for one in sorted((one for part in parts for one in part.events), key=_event_time):
+    for one in sorted(
+        (one for part in parts for one in part.events), key=attrgetter("time_unix_s")
+    ):
         # Each door sees the same workers come and go, at about the same time.
         if one.time_unix_s - seen.get((one.kind, one.text), -_SAME_S) >= _SAME_S:
             seen[one.kind, one.text] = one.time_unix_s
             events.append(one)
     return sorted(rows, key=lambda row: -row.time_unix_s)[:most], events[: -most - 1 : -1]
-
-
-def _event_time(one: Event) -> float:
-    return one.time_unix_s
 
 
 def worker_row(

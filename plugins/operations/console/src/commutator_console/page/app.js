@@ -65,7 +65,7 @@ function showTab() {
   }
   if (chosen === "chat") chat.opened();
 }
-const chat = startChat(authorization, askForKey, view.blockSize);
+const chat = startChat(api, () => Boolean(key), askForKey, view.blockSize);
 get("test-request").addEventListener("click", () => chat.test().catch((error) => notice(error.message)));
 addEventListener("hashchange", showTab);
 showTab();

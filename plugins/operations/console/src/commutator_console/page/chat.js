@@ -26,8 +26,8 @@ function curl(body, withKey) {
   return [...parts, `-d ${quoted(body)}`].join(" \\\n  ");
 }
 
-/** `blockSize(worker)` is the number of tokens of a block there, if it is known. */
-export function startChat(authorization, askForKey, blockSize) {
+/** `api` as in `createView`; `blockSize(worker)` is the number of tokens of a block there, if it is known. */
+export function startChat(api, hasKey, askForKey, blockSize) {
   const conversation = [];
   let stopping = null, names = [], asked = false;
 
@@ -41,8 +41,8 @@ export function startChat(authorization, askForKey, blockSize) {
 
   /** Without the live view, as a key without the permission, the API says which models there are. */
   async function refresh() {
-    if (document.documentElement.dataset.key === "yes" && !authorization().Authorization) return;
-    const answer = await fetch("v1/models", { headers: authorization(), credentials: "omit" });
+    if (document.documentElement.dataset.key === "yes" && !hasKey()) return;
+    const answer = await api("v1/models");
     if (answer.ok) models((await answer.json()).data.map((one) => one.id));
     else if (answer.status === 401) askForKey("This deployment has keys. The chat needs one; the live view needs one with the permission “admin”.");
   }
@@ -79,10 +79,12 @@ export function startChat(authorization, askForKey, blockSize) {
     if (found.ttftS) add("TTFT", time(found.ttftS));
     if (found.decision) list.append(element("li", { class: "why" }, why(found)));
     if (answerText) list.append(button("Copy answer", answerText));
-    list.append(button("Copy as curl", curl(found.body, Boolean(authorization().Authorization))));
+    list.append(button("Copy as curl", curl(found.body, hasKey())));
     get("messages").append(list);
     toEnd();
   }
+
+  const send = (body, headers = {}, signal = null) => api("v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json", ...headers }, body, signal });
 
   /** The reason in a line, and behind it the candidates' scores and where the prompt's blocks were. */
   function why({ decision, usage, worker }) {
@@ -113,15 +115,13 @@ export function startChat(authorization, askForKey, blockSize) {
     get("send").textContent = "Stop";
     const began = performance.now();
     try {
-      const headers = { ...authorization(), "Content-Type": "application/json" };
       const body = JSON.stringify({
         model: get("model").value, messages: conversation, stream: true, stream_options: { include_usage: true },
         max_tokens: Number(get("max-tokens").value) || 256, temperature: Number(get("temperature").value) || 0,
       });
       found.body = body;
-      const send = (more) => fetch("v1/chat/completions", { method: "POST", headers: { ...headers, ...more }, body, signal: stopping.signal, credentials: "omit" });
-      let answer = await send({ "X-Commutator-Explain": "1" });
-      if (answer.status === 403) answer = await send({}); // a key without the permission "explain"
+      let answer = await send(body, { "X-Commutator-Explain": "1" }, stopping.signal);
+      if (answer.status === 403) answer = await send(body, {}, stopping.signal); // a key without the permission "explain"
       if (!answer.ok) throw new Error((await answer.json()).error.message);
       found.worker = answer.headers.get("X-Commutator-Worker") || "";
       const decision = answer.headers.get("X-Commutator-Decision");
@@ -190,7 +190,7 @@ export function startChat(authorization, askForKey, blockSize) {
   /** One short request, to see something move. Raises an Error with what was refused. */
   async function test() {
     const body = JSON.stringify({ model: names[0], messages: [{ role: "user", content: "Hello! Count to five." }], max_tokens: 16 });
-    const answer = await fetch("v1/chat/completions", { method: "POST", headers: { ...authorization(), "Content-Type": "application/json" }, body, credentials: "omit" });
+    const answer = await send(body);
     if (!answer.ok) throw new Error((await answer.json()).error.message);
   }
 
