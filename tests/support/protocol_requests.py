@@ -21,12 +21,22 @@ from tests.support.kserve import (
     values_of,
 )
 
+from commutator import ModelConfig
 from commutator_kserve.messages import SERVICE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import protocols_page
 
-__all__ = ["LABELS", "REQUESTS", "STREAMED", "TOOL_TEMPLATE", "Doors", "ask", "cases"]
+__all__ = [
+    "LABELS",
+    "REQUESTS",
+    "STREAMED",
+    "TOOL_TEMPLATE",
+    "Doors",
+    "ask",
+    "attached_config",
+    "cases",
+]
 
 PROTOCOLS = [{"kind": kind} for kind in ("openai", "responses", "anthropic", "pooling", "kserve")]
 HI = [{"role": "user", "content": "Hi"}]
@@ -67,6 +77,18 @@ class Doors:
         self.grpc_port = free_port()
         kserve = {"kind": "grpc", "port": self.grpc_port, "protocols": [{"kind": "kserve"}]}
         self.config = {"doors": [{"kind": "http", "port": 0, "protocols": PROTOCOLS}, kserve]}
+
+
+def attached_config(
+    doors: Doors, kind: str, url: str, model: ModelConfig, template: Path
+) -> dict[str, Any]:
+    """A deployment before an engine's server; ``template`` is the model's."""
+    return {
+        "models": [{"name": model.name, "source": model.source, "chat_template": str(template)}],
+        "engines": [{"kind": kind, "url": url}],
+        "frontend": doors.config,
+        "runtime": {"lease_s": 300},  # a busy machine makes it no lost worker
+    }
 
 
 class Asked(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.launched_servers import wait_for_workers
-from tests.support.protocol_requests import TOOL_TEMPLATE, Doors, ask, cases
+from tests.support.protocol_requests import TOOL_TEMPLATE, Doors, ask, attached_config, cases
 from tests.support.sglang_server import MODEL, SglangServer
 
 from commutator_scaffold.local_cluster import LocalCluster
@@ -27,14 +27,7 @@ def cluster(
 ) -> Iterator[LocalCluster]:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TOOL_TEMPLATE)
-    config = {
-        "models": [
-            {"name": MODEL.name, "source": MODEL.source, "chat_template": str(template)},
-        ],
-        "engines": [{"kind": "sglang", "url": sglang.url}],
-        "frontend": doors.config,
-        "runtime": {"lease_s": 300},  # a busy machine makes it no lost worker
-    }
+    config = attached_config(doors, "sglang", sglang.url, MODEL, template)
     with LocalCluster(config, start_timeout_s=600) as running:
         wait_for_workers(running, 1)
         yield running

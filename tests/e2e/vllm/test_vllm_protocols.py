@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.launched_servers import wait_for_workers
-from tests.support.protocol_requests import TOOL_TEMPLATE, Doors, ask, cases
+from tests.support.protocol_requests import TOOL_TEMPLATE, Doors, ask, attached_config, cases
 from tests.support.vllm_server import MODEL, running_vllm
 
 from commutator_scaffold.local_cluster import LocalCluster
@@ -32,14 +32,7 @@ def cluster(doors: Doors, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "--tool-call-parser=hermes",
     )
     with running_vllm(folder, *arguments) as url:
-        config = {
-            "models": [
-                {"name": MODEL.name, "source": MODEL.source, "chat_template": str(template)},
-            ],
-            "engines": [{"kind": "vllm", "url": url}],
-            "frontend": doors.config,
-            "runtime": {"lease_s": 300},  # a busy machine makes it no lost worker
-        }
+        config = attached_config(doors, "vllm", url, MODEL, template)
         with LocalCluster(config, start_timeout_s=600) as running:
             wait_for_workers(running, 1)
             yield running
