@@ -116,6 +116,23 @@ def test_equal_to_transformers_for_every_batch(encoders: Encoders, family: str) 
     equal()
 
 
+def test_a_short_text_alone_is_computed_by_one_thread(encoders: Encoders) -> None:
+    _, path = encoders("bert")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        encoder = load_encoder(
+            path, read_facts(path), device=torch.device("cpu"), dtype=torch.float32
+        )
+        used = []
+        for lengths in ([8], [8] * 16, [8]):
+            encoder([[1] * length for length in lengths], lengths)
+            used.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1, 3, 1]
+
+
 @pytest.mark.parametrize("most_tokens", [1, 64, 4096])
 async def test_vectors_do_not_depend_on_what_is_computed_beside(
     encoders: Encoders, most_tokens: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commutator.errors import ConfigError
-from commutator_engine_kit.pytorch import prepare_pytorch
+from commutator_engine_kit.pytorch import prepare_pytorch, threads_for
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,8 @@ def test_workers_share_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     prepare_pytorch("cpu", "auto", threads=threads, replicas=replicas, where="here")
     assert torch.get_num_threads() == expected
+
+
+def test_one_thread_computes_what_is_short_and_all_what_is_long() -> None:
+    assert [threads_for(tokens, 8) for tokens in (1, 32, 33, 4_096)] == [1, 1, 8, 8]
+    assert threads_for(4_096, 1) == 1

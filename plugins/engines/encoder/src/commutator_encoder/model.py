@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from commutator.errors import ConfigError
 from commutator_encoder.facts import ModelFacts
+from commutator_engine_kit.pytorch import threads_for
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -104,7 +105,7 @@ class _Attention:
 
 
 class Encoder:
-    """One model. Used from one thread."""
+    """One model. Used from one thread, whose number of PyTorch's threads it sets."""
 
     def __init__(
         self, facts: ModelFacts, weights: Mapping[str, Tensor], device: torch.device
@@ -115,6 +116,8 @@ class Encoder:
         """
         self.facts = facts
         self.device = device
+        self._threads = torch.get_num_threads()
+        """The most that a batch is computed by."""
         self._act = _ACTIVATIONS[facts.activation]
 
         def linear(*names: str) -> _Linear:
@@ -167,6 +170,7 @@ class Encoder:
         Of each sequence the first ``firsts`` tokens have type 0, the others type 1.
         """
         device, lengths = self.device, [len(one) for one in sequences]
+        torch.set_num_threads(threads_for(sum(lengths), self._threads))
         ids = torch.tensor([token for one in sequences for token in one], device=device)
         places = [torch.arange(length) for length in lengths]
         positions = torch.cat(places).to(device) + self.facts.first_position
