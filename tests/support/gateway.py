@@ -50,7 +50,7 @@ class Pod(Server):
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         texts = [one for one in body["messages"] if isinstance(one["content"], str)]
-        rendered = TEXT.render_chat(texts or [{"role": "user", "content": "A picture"}])
+        rendered = TEXT.chat_prompt(texts or [{"role": "user", "content": "A picture"}]).text
         prompt = TEXT.encode(rendered, add_special_tokens=False)
         return await self._answer(request, body, prompt)
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from commutator.contract.conversation import Conversation
 from commutator.contract.parser import ParserConfig, ParserModel
-from commutator.frontend.request.conversation import messages_of, offered_tools, template_tools
+from commutator.frontend.request.conversation import messages_of, offered_tools
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator_openai.chat import conversation_of, parse_body
@@ -117,9 +117,9 @@ def _rendered(text: TextModel, turn: Turn, *said: Mapping[str, Any]) -> tuple[st
     asked = conversation_of(parse_body(ChatRequest, json.dumps(body).encode()))
     variables = dict(asked.variables or {})
     if tools := offered_tools(asked):
-        variables["tools"] = template_tools(tools)
+        variables["tools"] = [tool.described for tool in tools]
     messages = messages_of(asked.messages, text.chat_template)
-    written = text.render_chat(messages, add_generation_prompt=not said, variables=variables)
+    written = text.chat_prompt(messages, add_generation_prompt=not said, variables=variables).text
     return written, asked
 
 

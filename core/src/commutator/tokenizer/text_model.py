@@ -32,6 +32,8 @@ from commutator.tokenizer.cut_points import CutPoints, cut_points_of, steps_of
 from commutator.tokenizer.defaults import AnswerDefaults
 from commutator.tokenizer.encoder import FastTokenizer
 
+_OF_DICT = frozenset(dir(Described))
+
 
 class _GenerationBlock(Extension):
     """``{% generation %}`` marks the assistant's text for training; here it has no effect."""
@@ -44,6 +46,12 @@ class _GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """The inherited answer, without its exceptions for keys of mappings."""
+        if attribute in _OF_DICT or not (type(obj) is dict or type(obj) is Described):
+            return super().getattr(obj, attribute)
+        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """The inherited answer, without its four slow isinstance checks for loop variables."""
         if isinstance(obj, LoopContext):
@@ -66,8 +74,6 @@ def _tojson(
 ) -> str:
     """As templates know it from transformers; what a filter yields is a list."""
     if type(value) is Described and not (ensure_ascii or options) and indent is None:
-        if not hasattr(value, "as_json"):
-            value.as_json = json.dumps(value, ensure_ascii=False, default=list)
         return value.as_json
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=list, **options)
 
@@ -250,7 +256,7 @@ class Detokenizer:
         table = self._table
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < len(table):
             token_ids = [token_id for token_id in token_ids if 0 <= token_id < len(table)]
-        return self._strip(self._decoder.decode(b"".join(map(table.__getitem__, token_ids))))
+        return self._strip(self._decoder.decode(b"".join([table[one] for one in token_ids])))
 
     def flush(self) -> str:
         """The rest at the end: U+FFFD for an unfinished character, or nothing."""
@@ -490,15 +496,11 @@ class TextModel:
         """The text of a whole sequence."""
         table = self._shown if skip_special_tokens else self._bytes.table
         detokenizer = Detokenizer(table, strip_space=self._bytes.leading_space)
-        return detokenizer.push(token_ids) + detokenizer.flush()
+        return detokenizer.push([*token_ids]) + detokenizer.flush()  # quicker than an array
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one answer. Its first space stays, because it follows a prompt."""
         return Detokenizer(self._shown if skip_special_tokens else self._bytes.table)
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The text of ``chat_prompt``."""
-        return self.chat_prompt(messages, **options).text
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
         """The prompt for a conversation; options as for ``ChatTemplate.prompt``.

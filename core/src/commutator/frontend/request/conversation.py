@@ -7,7 +7,6 @@ from typing import Any
 
 from commutator.contract.conversation import (
     Conversation,
-    Described,
     Media,
     Message,
     Part,
@@ -28,6 +27,8 @@ _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thoughts of an earlier turn."""
 
 
+_CALL_CHARACTERS = 200
+"""What a call costs to render beside its arguments."""
 _WHETHER = ("enable_thinking", "thinking")
 """What templates call the choice to think: those of Qwen and GLM, and of others."""
 
@@ -53,19 +54,15 @@ def check_template(conversation: Conversation, template: ChatTemplate | None) ->
     if template is None or template.knows_tools:
         return
     param = "tools" if offered_tools(conversation) else "messages"
-    if param == "tools" or any(map(_is_of_tools, conversation.messages)):
+    contents = (one.content for one in conversation.messages if not isinstance(one.content, str))
+    parts = (part for content in contents for part in content)
+    if param == "tools" or any(isinstance(part, ToolCall | ToolResult) for part in parts):
         raise RequestError(
             f"{param}: the model's chat template does not write tools and their calls into the "
             "prompt; give the model one that does, by `chat_template` in its `models` entry",
             param,
             NOT_SERVED,
         )
-
-
-def _is_of_tools(message: Message) -> bool:
-    return not isinstance(message.content, str) and any(
-        isinstance(part, ToolCall | ToolResult) for part in message.content
-    )
 
 
 def check_tools(
@@ -84,9 +81,18 @@ def check_tools(
         )
 
 
-def template_tools(tools: Sequence[Tool]) -> list[Described]:
-    """The tools as templates know them."""
-    return [tool.described for tool in tools]
+def characters_of(message: Message) -> int:
+    """About as many as a template makes of it, beside what belongs to each message."""
+    if isinstance(message.content, str):
+        return len(message.content)
+    characters = 0
+    for part in message.content:
+        if isinstance(part, ToolCall):
+            characters += _CALL_CHARACTERS + len(part.arguments)
+        else:
+            given = part.parts if isinstance(part, ToolResult) else (part,)
+            characters += sum(len(one.text) for one in given if not isinstance(one, Media))
+    return characters
 
 
 def messages_of(

@@ -16,11 +16,11 @@ from commutator.contract.request import Caller, GenerateRequest, KvRetention, Sa
 from commutator.errors import RequestError
 from commutator.frontend.request.conversation import (
     NOT_SERVED,
+    characters_of,
     check_template,
     check_tools,
     messages_of,
     offered_tools,
-    template_tools,
 )
 from commutator.frontend.request.generation import ChoiceRules, Plan
 from commutator.frontend.request.preprocessor import Preprocessor, size_of
@@ -316,9 +316,10 @@ async def _rendered(
     if variables:
         _check_variables(variables)
     if tools := offered_tools(conversation):
-        variables = {**(variables or {}), "tools": template_tools(tools)}
+        variables = {**(variables or {}), "tools": [tool.described for tool in tools]}
     return await prompts.render(
         messages_of(conversation.messages, prompts.template),
+        sum(map(characters_of, conversation.messages)),
         max_tokens=max_tokens,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=continues,
@@ -399,11 +400,9 @@ def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _marks(message: Message) -> list[KvRetention]:
     given = [] if message.retention is None else [message.retention]
-    if not isinstance(message.content, str):
-        parts = [part for part in message.content if isinstance(part, Text)]
-        results = (part for part in message.content if isinstance(part, ToolResult))
-        parts += [part for result in results for part in result.parts if isinstance(part, Text)]
-        given += [part.retention for part in parts if part.retention is not None]
+    for part in () if isinstance(message.content, str) else message.content:
+        texts = part.parts if isinstance(part, ToolResult) else (part,)
+        given += [one.retention for one in texts if isinstance(one, Text) and one.retention]
     return given
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from commutator.contract.conversation import Described
 from commutator.errors import RequestError
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
@@ -38,7 +39,6 @@ _INLINE_RENDER_CHARACTERS = 100_000
 _MESSAGE_CHARACTERS = 200
 # Templates go through tools and documents, which are such variables, and make JSON of them.
 _RENDERED_PER_VARIABLE = 5
-_PLAIN = {"role", "content", "name"}
 # Of the cache's memory, for prompts in which clients wrote what looks like a control token.
 _GUARDED_PART = 8
 # Of a prompt of this length, each known chunk is looked up in a few milliseconds.
@@ -117,21 +117,23 @@ class Preprocessor:
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        characters: int,
         *,
         max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> RenderedPrompt:
-        """The prompt for a conversation; ``options`` as for ``TextModel.chat_prompt``.
+        """The prompt for messages of ``characters``; ``options`` as for ``TextModel.chat_prompt``.
 
         Raises RequestError when the model has no template, the template refuses the messages, or
         the prompt is certainly longer than ``max_tokens`` tokens.
         """
-        characters = sum(_characters(message) for message in messages)
+        characters += _MESSAGE_CHARACTERS * len(messages)
         length = sum(len(message["content"] or "") for message in messages)
         self._check_length(length, max_tokens, "messages")
         if variables:
-            characters += _RENDERED_PER_VARIABLE * len(msgspec.json.encode(variables))
+            written = sum(map(_variable_characters, variables.values()))
+            characters += _RENDERED_PER_VARIABLE * written
 
         def render() -> RenderedPrompt:
             return self._model.chat_prompt(messages, variables=variables, **options)
@@ -288,11 +290,11 @@ def _completing(
     return prompts
 
 
-def _characters(message: Mapping[str, Any]) -> int:
-    """What a message adds to the time of rendering."""
-    if message.keys() <= _PLAIN:
-        return _MESSAGE_CHARACTERS + len(message["content"])
-    return _MESSAGE_CHARACTERS + size_of(message)
+def _variable_characters(value: Any) -> int:
+    """The length of its JSON, which tools remember."""
+    if isinstance(value, list) and all(type(one) is Described for one in value):
+        return sum(len(one.as_json) for one in value)
+    return len(msgspec.json.encode(value))
 
 
 def size_of(value: Any) -> int:
@@ -301,7 +303,7 @@ def size_of(value: Any) -> int:
     while left:
         one = left.pop()
         size += 2 + len(one) if isinstance(one, str) else 2
-        if isinstance(one, Mapping):
+        if isinstance(one, dict):
             left += (*one.keys(), *one.values())
         elif isinstance(one, list | tuple):
             left += one

@@ -42,7 +42,7 @@ from commutator_openai.fields import (
     hints_given,
     retention_of,
 )
-from commutator_openai.known_tools import KnownTools, ReadTools, tools_of
+from commutator_openai.known_parts import KnownParts, ReadTools, tools_of
 from commutator_openai.load_report import ASKED_BY, note_load
 from commutator_openai.pass_through import PassThrough
 from commutator_openai.requests import (
@@ -71,7 +71,7 @@ class Generations:
 
     strict: bool
     pass_through: PassThrough
-    known_tools: KnownTools = field(factory=KnownTools)
+    known_parts: KnownParts = field(factory=KnownParts)
 
     async def chat_completions(self, call: Call) -> None:
         """POST /v1/chat/completions."""
@@ -111,7 +111,7 @@ class Generations:
         async with limit:
             read: tuple[RequestT, tuple[str, ...]]
             try:
-                read = await read_request(call, cls, strict=self.strict, known=self.known_tools)
+                read = await read_request(call, cls, strict=self.strict, known=self.known_parts)
             except RequestError as refused:
                 if await self._answered(call, refused, cls):
                     return
@@ -229,17 +229,18 @@ _SHOWN_CHARACTERS = 200
 
 
 async def read_request(
-    call: Call, cls: type[T], *, strict: bool, known: KnownTools | None = None
+    call: Call, cls: type[T], *, strict: bool, known: KnownParts | None = None
 ) -> tuple[T, tuple[str, ...]]:
     """The body as ``cls``, and the names of its fields that are ignored.
 
-    With ``strict`` there are none: they are refused. Tools that are ``known`` are not read again;
-    those of ``ChatRequest`` become so. Raises RequestError, ``Failure`` for 408, 413
+    With ``strict`` there are none: they are refused. Tools and messages that are ``known`` are not
+    read again; those of ``ChatRequest`` become so. Raises RequestError, ``Failure`` for 408, 413
     and 415, and OverloadedError.
     """
     async with call.room_for_body():
         body = await call.read()
-        if known is not None and cls is ChatRequest and b'"tools"' in body:
+        again = b'"tools"' in body or b'"assistant"' in body
+        if known is not None and cls is ChatRequest and again:
             structured = partial(_structure_quickly, cls, strict)
             quickly = partial(known.read, call.principal.name, structured, body)
         else:
@@ -473,15 +474,23 @@ def _choice(body: ChatRequest, tools: list[Tool]) -> tuple[ToolChoice, list[Tool
 
 
 def _message(number: int, message: ChatMessage) -> Message:
-    content = message.content
-    thought = message.reasoning_content or message.reasoning
-    more = thought or message.tool_calls or message.role == "tool" or message.refusal
-    return Message(
-        role=message.role,
-        content=content if isinstance(content, str) and not more else _parts(number, message),
-        name=message.name,
-        retention=_retention(message.cache_control),
-    )
+    """Remembered by the message, which may be one that came before. Not to be changed."""
+    made: Message | None = vars(message).get(_MADE)
+    if made is None:
+        content = message.content
+        thought = message.reasoning_content or message.reasoning
+        more = thought or message.tool_calls or message.role == "tool" or message.refusal
+        vars(message)[_MADE] = made = Message(
+            role=message.role,
+            content=content if isinstance(content, str) and not more else _parts(number, message),
+            name=message.name,
+            retention=_retention(message.cache_control),
+        )
+    return made
+
+
+_MADE = "made of it"
+"""No name of a field."""
 
 
 def _parts(number: int, message: ChatMessage) -> Sequence[Part]:

@@ -394,6 +394,8 @@ def _quick_class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, A
     new = cls.__new__
 
     def hook(value: Any, _: Any) -> Any:
+        if value.__class__ is cls:  # it was read before
+            return value
         made = new(cls)
         made.__dict__.update(defaults)
         for name, given in value.items():

@@ -386,4 +386,4 @@ def _render(text: TextModel, body: Mapping[str, Any], most: int) -> str:
     messages = body["messages"]
     if not all(isinstance(message["content"], str) for message in messages):
         return ""
-    return text.render_chat(messages, variables=variables)
+    return text.chat_prompt(messages, variables=variables).text
