@@ -28,7 +28,7 @@ from commutator.frontend import (
     require,
 )
 from commutator_grpc.config import GrpcConfig
-from commutator_grpc.outbox import Outbox, Unread
+from commutator_grpc.outbox import Unread
 from commutator_grpc.status import code_of, trailers_of
 from commutator_http.byte_budget import ByteBudget
 from commutator_http.call import MessageCall, request_id_of, room_for
@@ -126,18 +126,8 @@ class RpcCall(MessageCall):
 class UnaryCall(RpcCall):
     """A call with one message and one answer."""
 
-    sent = False
-
-    def __init__(
-        self,
-        parts: DoorParts,
-        route: Route,
-        protocol: MountedProtocol,
-        headers: Mapping[str, str],
-        context: CallInfo,
-    ) -> None:
-        super().__init__(parts, route, protocol, headers, context)
-        self.outbox = Outbox(parts.unread, context)
+    answer = b""
+    """Sent when the call ends."""
 
     async def receive(self) -> None:
         """Read the message. Raises Failure, and RequestError where there is none."""
@@ -175,9 +165,7 @@ class UnaryCall(RpcCall):
     async def write(self, data: bytes) -> None:
         self.context.set_trailing_metadata(tuple(self.trailers()))
         self._begun = True
-        await self.outbox.write(data)
-        await self.outbox.flush()
-        self.sent = True
+        self.answer = data
 
     def trailers(self) -> list[tuple[str, str | bytes]]:
         """The request id and the collected headers; gRPC sends them after the answer."""

@@ -118,6 +118,21 @@ class Outbox:
             self._sending = asyncio.create_task(self._send_all())
         self._let_in()
 
+    def leave(self, data: bytes) -> None:
+        """Count ``data``, which gRPC's library sends as the only message, until the call ends."""
+        self._hold(len(data))
+        self._unread.begun(self)
+        loop = asyncio.get_running_loop()
+        limit = loop.call_later(self._unread.timeout_s, self._expire, len(data))
+
+        def over(_: Any) -> None:
+            limit.cancel()
+            self._unread.ended(self)
+            self._hold(-self._held_bytes)
+            self._unstick()
+
+        self._context.add_done_callback(over)
+
     async def flush(self) -> None:
         """Wait until all is sent. Raises ConnectionError where it cannot be."""
         await self._sent.wait()

@@ -20,6 +20,7 @@ from commutator.frontend import FrontendServices, Gate
 from commutator_grpc.call import CallInfo, DoorParts, UnaryCall, headers_of
 from commutator_grpc.config import GrpcConfig, GrpcServerConfig
 from commutator_grpc.health import HealthServicer
+from commutator_grpc.outbox import Outbox
 from commutator_grpc.reflection import GuardedReflection, pool_of
 from commutator_grpc.stream import OpenStreams
 from commutator_http.app import StaticKeys
@@ -38,7 +39,7 @@ _DRAIN_S = 86_400.0
 """Longer than any drain: ``close`` ends it."""
 _HEALTH = "grpc.health.v1.Health"
 
-_Handler = Callable[[Any, CallInfo], Awaitable[None]]
+_Handler = Callable[[Any, CallInfo], Awaitable[bytes | None]]
 
 
 async def open_server(
@@ -139,12 +140,8 @@ class OpenServer(OpenDoor):
 class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Finds what answers a call by its method. Messages stay bytes."""
 
-    def __init__(self, handlers: Mapping[str, _Handler]) -> None:
-        # On the wire a call with one message is a stream of one, which is read when it is wanted.
-        self._found = {
-            path: grpc.stream_stream_rpc_method_handler(handler)
-            for path, handler in handlers.items()
-        }
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        self._found = handlers
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
         return self._found.get(handler_call_details.method)
@@ -152,9 +149,9 @@ class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 def _handlers(
     parts: DoorParts, protocols: Sequence[MountedProtocol], streams: OpenStreams
-) -> dict[str, _Handler]:
+) -> dict[str, grpc.RpcMethodHandler]:
     """By path. Raises ConfigError."""
-    found: dict[str, _Handler] = {}
+    found: dict[str, grpc.RpcMethodHandler] = {}
     owners: dict[str, MountedProtocol] = {}
     for protocol in protocols:
         routes = [route for route in protocol.routes() if route.method in RPC_METHODS]
@@ -165,10 +162,15 @@ def _handlers(
             if (other := owners.setdefault(route.path, protocol)) is not protocol:
                 problem = f"protocols: {route.path} is claimed by {type(other).__module__} and "
                 raise ConfigError([f"{problem}{name}; give each a door of its own"], "frontend")
+            serve: _Handler
             if route.method == "RPC_STREAM":
-                found[route.path] = partial(_serve_stream, streams, parts, route, protocol)
+                serve = partial(_serve_stream, streams, parts, route, protocol)
+                found[route.path] = grpc.stream_stream_rpc_method_handler(serve)
             else:
-                found[route.path] = partial(_serve_unary, parts, route, protocol)
+                # On the wire one message is a stream of one, which is read when it is wanted. The
+                # answer leaves with its status: each batch of gRPC's costs a turn of the loop.
+                serve = partial(_serve_unary, parts, route, protocol)
+                found[route.path] = grpc.stream_unary_rpc_method_handler(serve)
     return found
 
 
@@ -186,8 +188,8 @@ async def _serve_stream(
 
 async def _serve_unary(
     parts: DoorParts, route: Route, protocol: MountedProtocol, messages: Any, context: CallInfo
-) -> None:
-    """Answer one call; every error ends it with a status."""
+) -> bytes:
+    """The answer to one call; every error ends it with a status."""
     del messages
     call = UnaryCall(parts, route, protocol, headers_of(context), context)
     code, failure = _CLIENT_GONE, None
@@ -200,11 +202,8 @@ async def _serve_unary(
             code = _OK
         finally:
             call.settle()
-    except asyncio.CancelledError:
-        code = _OK if call.sent else code
-        raise
-    except (ConnectionError, grpc.aio.BaseError):  # its client has left, or reads nothing
-        log.debug("a call ended before its answer was sent", exc_info=True)
+    except (ConnectionError, grpc.aio.BaseError):  # its client has left
+        log.debug("a call ended before its answer was made", exc_info=True)
     except Exception as error:  # noqa: BLE001 - any error must be answered
         failure = noted(call, error)
         code = failure.status
@@ -215,9 +214,10 @@ async def _serve_unary(
         ):
             is_quiet = True
         call.account(code, is_quiet=is_quiet)
-    await call.outbox.settle()
     if failure is not None:
         await call.abort(failure)
+    Outbox(parts.unread, context).leave(call.answer)
+    return call.answer
 
 
 def server_options(config: GrpcServerConfig) -> list[tuple[str, int]]:
