@@ -32,6 +32,8 @@ LIGHT: dict[str, Any] = {
 }
 BEGINS_CALLS = "37916"
 """The id of " functools" in SmolLM2's vocabulary, which begins the calls of Phi-4."""
+BEGINS_JSON = "107"
+"""That of "{"."""
 SCHEMAS = {"get_weather": WEATHER, "light": LIGHT}
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
@@ -126,6 +128,28 @@ def test_where_the_model_calls_by_itself_its_arguments_fit(client: openai.OpenAI
     (said,) = ask(client, **asking, logit_bias={BEGINS_CALLS: 100}).choices
     (call,) = said.message.tool_calls  # the bias begins others after it, which are left out
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+def test_an_answer_follows_its_format_or_is_a_call(client: openai.OpenAI) -> None:
+    schema = {"name": "light", "schema": LIGHT, "strict": True}
+    asking: dict[str, Any] = {
+        "model": "phi",
+        "temperature": 0,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    (said,) = ask(client, **asking, logit_bias={BEGINS_JSON: 100}).choices
+    assert not said.message.tool_calls
+    jsonschema.validate(json.loads(said.message.content), LIGHT)
+    (said,) = ask(client, **asking, logit_bias={BEGINS_CALLS: 100}).choices
+    (call,) = said.message.tool_calls
+    assert said.finish_reason == "tool_calls"
+    assert not said.message.content
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    (said,) = ask(client, **{**asking, "model": "xml"}).choices  # of calls in tags
+    assert not said.message.tool_calls
+    jsonschema.validate(json.loads(said.message.content), LIGHT)
 
 
 def test_calls_that_cannot_be_held_to_schemas_are_refused(client: openai.OpenAI) -> None:

@@ -19,7 +19,7 @@ from commutator.contract.answer import AnswerEvent, CallArguments, CallStart, Co
 from commutator.contract.answer import ReasoningContent as Thought
 from commutator.contract.conversation import Conversation, Message, Tool, ToolChoice
 from commutator.contract.parser import ParserConfig, ParserModel
-from commutator.contract.request import Constraint
+from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
 from commutator.tokenizer import load_text_model
 from commutator_parsers.families import FAMILIES
@@ -323,7 +323,7 @@ def test_calls_of_strict_tools_fit_where_the_model_may_call(
     choice = None if parallel is None else ToolChoice(mode="auto", parallel=parallel)
     conversation = evolve(asked(REQUIRED, strict), tool_choice=choice)
     try:
-        constraint = parser.strict(conversation)
+        constraint = parser.strict(conversation, None)
         opening = parser.forced(asked(REQUIRED, strict), "").opening
     except RequestError as refused:  # it cannot write some values, and some names
         if not re.search("holds a marker|is no name in Python", str(refused)):
@@ -360,7 +360,7 @@ def test_calls_of_strict_tools_fit_where_the_model_may_call(
 def test_text_without_a_call_is_free(family: str) -> None:
     specials = special_markers(family) if family == "gpt_oss" else {}
     conversation = evolve(asked(REQUIRED, TOOLS[1:]), tool_choice=None)
-    constraint = parser_of(family, specials=specials).strict(conversation)
+    constraint = parser_of(family, specials=specials).strict(conversation, None)
     text = 'No <call> is needed: {"name": "say"}.\n\n[1, 2]'
     if family == "gpt_oss":
         begin = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -371,5 +371,77 @@ def test_text_without_a_call_is_free(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(REFUSED | UNMARKED))
 def test_families_whose_calls_cannot_be_held_to_schemas_say_so(family: str) -> None:
     with pytest.raises(RequestError, match=r"tools: strict: .* leave strict out") as refused:
-        parser_of(family).strict(evolve(asked(REQUIRED), tool_choice=None))
+        parser_of(family).strict(evolve(asked(REQUIRED), tool_choice=None), None)
     assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
+
+
+# ------------------------------------------------------------------- JSON beside tools, or a call
+
+ANSWER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+MARKED = sorted(
+    family
+    for family in FORCED
+    if parser_of(family).strict(asked(REQUIRED), Constraint(kind="json_object")).kind
+    == "structural_tag"
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from(MARKED),
+    seed=st.integers(0, 10**6),
+    strict=st.booleans(),
+    calls=st.booleans(),
+)
+def test_an_answer_is_json_of_the_schema_or_a_call_of_a_tool(
+    family: str, seed: int, strict: bool, calls: bool
+) -> None:
+    offered = [evolve(one, strict=strict) for one in TOOLS]
+    conversation = evolve(asked(REQUIRED, offered), tool_choice=None)
+    parser = parser_of(family, how="none")
+    wanted = Constraint(kind="json_schema", value=json.dumps(ANSWER))
+    constraint = parser.strict(conversation, wanted)
+    opening = parser.forced(asked(REQUIRED, offered), "").opening if calls else '{"'
+    tokens = written(constraint, seed, begun=tokens_of(opening, {}))
+    if tokens is None:
+        return
+    text = TEXT.decode(tokens, skip_special_tokens=False)
+    reader = parser.answer(conversation, "")
+    assert reader is not None
+    events = [*reader.feed(text)]
+    last, reason = reader.finish("stop")
+    events += last
+    by_name = {one.name: one for one in offered}
+    assert bool(calls_of(events)) is calls
+    assert reason == ("tool_calls" if calls else "stop")
+    for name, arguments in calls_of(events):
+        if by_name[name].strict:
+            jsonschema.validate(arguments, by_name[name].parameters or {"maxProperties": 0})
+    if not calls:
+        jsonschema.validate(json.loads(text), ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("hermes", "json_schema"), ("phi4", "json_object"), ("mistral", "json_schema")),
+        *(("hermes", "choice"), ("llama3_json", "json_schema"), ("qwen3_coder", "json_object")),
+        *(("gpt_oss", "json_schema"), ("kimi_k3", "json_schema")),
+    ],
+)
+def test_what_cannot_be_said_beside_calls_holds_without_them(
+    family: str, kind: ConstraintKind
+) -> None:
+    values: dict[str, str | tuple[str, ...]]
+    values = {"json_schema": json.dumps(ANSWER), "choice": ("a", "b")}
+    wanted = Constraint(kind=kind, value=values.get(kind, ""))
+    found = parser_of(family).strict(evolve(asked(REQUIRED), tool_choice=None), wanted)
+    if family in {"hermes", "phi4", "mistral"} and kind != "choice":
+        assert found.kind == "structural_tag"
+    else:
+        assert found is wanted

@@ -118,3 +118,37 @@ def test_another_form_of_structural_tags_is_refused() -> None:
     assert not follows(other, "a")
     with pytest.raises(RequestError, match="structural tag without structures"):
         constrained_text(other, 1)
+
+
+EITHER = {
+    "type": "structural_tag",
+    "format": {
+        "type": "or",
+        "elements": [
+            {"type": "json_schema", "json_schema": {"type": "integer"}},
+            {
+                "type": "tag",
+                "begin": "<c>",
+                "content": {"type": "json_schema", "json_schema": {"const": "a"}},
+                "end": "</c>",
+            },
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7", True),
+        ('<c>"a"</c>', True),
+        ("", False),
+        ("no call", False),
+        ('<c>"a"</c>7', False),
+        ('<c>"b"</c>', False),
+    ],
+)
+def test_of_alternatives_the_whole_answer_is_one(text: str, expected: bool) -> None:
+    constraint = Constraint(kind="structural_tag", value=json.dumps(EITHER))
+    assert follows(constraint, text) is expected
+    assert isinstance(json.loads(constrained_text(constraint, len(text))), int)

@@ -131,6 +131,55 @@ def test_the_other_form_says_how_many_there_are(
     assert GRAMMARS.matcher(constraint, tokens(call)).complete is not goes_on
 
 
+EITHER = of(
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "or",
+            "elements": [
+                {"type": "json_schema", "json_schema": SCHEMA},
+                *(
+                    {
+                        "type": "tag",
+                        "begin": begin,
+                        "content": {"type": "json_schema", "json_schema": {"const": begin}},
+                        "end": "</x>",
+                    }
+                    for begin in ("<tool_call>", "[CALL]f")
+                ),
+            ],
+        },
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (('{"a": 4}',), True),
+        (('{"a": 3}',), None),
+        (("Hm",), None),
+        ((PLAIN, '"<tool_call>"</x>'), True),
+        ((PLAIN, '"<tool_call>"'), False),
+        ((PLAIN, '"[CALL]f"'), None),
+        ((SPECIAL, 'f"[CALL]f"</x>'), True),
+        (("[CALL]",), None),  # only the token is a marker
+    ],
+)
+def test_of_alternatives_the_answer_is_one(
+    parts: tuple[str | int, ...], expected: bool | None
+) -> None:
+    assert may_end(EITHER, *parts) is expected
+
+
+@pytest.mark.parametrize(
+    "elements", [None, [], [{"type": "regex"}], [{"type": "tag", "begin": "<a>"}], ["a"]]
+)
+def test_other_alternatives_are_refused(elements: Any) -> None:
+    with pytest.raises(RequestError, match="structural_tag: "):
+        GRAMMARS.matcher(of({"format": {"type": "or", "elements": elements}}))
+
+
 def test_answers_drawn_after_the_trigger_follow_the_schema() -> None:
     begun = tokens("Hm. ", PLAIN, "\n")
     for seed in range(8):

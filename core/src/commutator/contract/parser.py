@@ -106,12 +106,13 @@ class Parser(ABC):
             "unsupported_parameter",
         )
 
-    def strict(self, conversation: Conversation) -> Constraint:
+    def strict(self, conversation: Conversation, answer: Constraint | None) -> Constraint:
         """What an answer follows in which the model may call, so that calls of strict tools fit.
 
+        Without calls it follows ``answer``; None: it is text. By default there are no calls then.
         It comes after reasoning, where the answer begins in it. Raises RequestError as ``forced``.
         """
-        problem = (
-            "tools: strict: the parser of this model cannot hold calls to schemas; leave it out"
-        )
+        if answer is not None:
+            return answer
+        problem = "tools: strict: this model's parser cannot hold calls to schemas; leave it out"
         raise RequestError(problem, "tools", "unsupported_parameter")

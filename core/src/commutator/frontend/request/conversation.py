@@ -26,7 +26,6 @@ NOT_SERVED = "unsupported_parameter"
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thoughts of an earlier turn."""
 
-
 _CALL_CHARACTERS = 200
 """What a call costs to render beside its arguments."""
 _WHETHER = ("enable_thinking", "thinking")

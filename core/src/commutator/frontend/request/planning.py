@@ -98,12 +98,12 @@ async def _plan_conversation(
     check_tools(conversation, target.prompts.template, target.parser)
     rendered = await _rendered(target.prompts, conversation, limit)
     forced = _forced_calls(target.parser, conversation, rendered.text)
-    strict = asked.constraint is None and any(one.strict for one in offered_tools(conversation))
-    mode, choice = None, conversation.tool_choice
+    offered, mode, choice = offered_tools(conversation), None, conversation.tool_choice
     if forced is not None and choice is not None:  # there is no text for another constraint
         asked, mode = evolve(asked, constraint=forced.constraint), choice.mode
-    elif strict and target.parser is not None:
-        asked, mode = evolve(asked, constraint=target.parser.strict(conversation)), "auto"
+    elif target.parser and any(one.strict or asked.constraint for one in offered):
+        mode = None if asked.constraint else "auto"
+        asked = evolve(asked, constraint=target.parser.strict(conversation, asked.constraint))
     _check_constraint(asked, "response_format" if mode is None else "tools")
     opening = "" if forced is None else forced.opening
     prompt = await target.prompts.encode(

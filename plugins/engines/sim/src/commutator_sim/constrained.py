@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from commutator.contract.request import Constraint, ConstraintKind
 from commutator.errors import RequestError
+from commutator_sim.following import alternatives
 from commutator_sim.schemas import JOINED, NOTES, OF_TYPE, json_types, referred, within
 
 KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "choice", "structural_tag")
@@ -37,15 +38,27 @@ def constrained_text(constraint: Constraint, seed: int) -> str:
     if constraint.whitespace is not None:
         _refuse("whitespace_pattern")
     if constraint.kind == "structural_tag":
-        return _text_without(json.loads(str(constraint.value)), chance)
-    if constraint.kind == "json_object":
+        tags = json.loads(str(constraint.value))
+        schema = _schema_alone(tags)
+        if schema is None:
+            return _text_without(tags, chance)
+    elif constraint.kind == "json_object":
         return json.dumps({chance.choice(_WORDS): chance.choice(_WORDS)})
-    schema = json.loads(str(constraint.value))
+    else:
+        schema = json.loads(str(constraint.value))
     try:
         value = _Maker(schema, chance).make(schema, 0)
     except (TypeError, AttributeError, ValueError, KeyError, OverflowError) as error:
         _refuse(f"what is no JSON schema ({error})")
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _schema_alone(tags: Any) -> Any:
+    """The schema of an answer that may be JSON or something else; None: it may be any text."""
+    try:
+        return next(one["schema"] for one in alternatives(tags) if not one["begin"])
+    except (TypeError, ValueError, KeyError, StopIteration):
+        return None
 
 
 def _text_without(tags: Any, chance: random.Random) -> str:

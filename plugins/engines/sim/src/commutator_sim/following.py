@@ -34,6 +34,8 @@ def follows(constraint: Constraint, text: str) -> bool:
 
 def _follows_tags(tags: Mapping[str, Any], text: str) -> bool:
     """Whether what follows each trigger in ``text`` is one of the structures."""
+    if "format" in tags:
+        return any(_end_of(one, text, 0) == len(text) for one in alternatives(tags))
     at = 0
     while True:
         found = [place for one in tags["triggers"] if (place := text.find(one, at)) >= 0]
@@ -43,6 +45,23 @@ def _follows_tags(tags: Mapping[str, Any], text: str) -> bool:
         at = max((one for one in ends if one is not None), default=-1)
         if at < 0:
             return False
+
+
+def alternatives(tags: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The structures of which the whole answer is one, JSON alone with nothing around it.
+
+    Raises ValueError, TypeError or KeyError for any other format.
+    """
+    if tags["format"]["type"] != "or":
+        raise ValueError(tags["format"]["type"])
+    found = []
+    for one in tags["format"]["elements"]:
+        content = one["content"] if one["type"] == "tag" else one
+        if content["type"] != "json_schema":
+            raise ValueError(content["type"])
+        around = (one["begin"], one["end"]) if one["type"] == "tag" else ("", "")
+        found.append({"begin": around[0], "schema": content["json_schema"], "end": around[1]})
+    return found
 
 
 def _end_of(structure: Mapping[str, Any], text: str, at: int) -> int | None:

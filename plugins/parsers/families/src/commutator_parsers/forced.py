@@ -107,12 +107,7 @@ def where_it_calls(
         )
     schema = _calls_schema(form, evolve(conversation, tools=tools))
     structures = [
-        {
-            "begin": f"{opener}{form.after_opener}",
-            "schema": schema,
-            "end": f"{form.after_opener}{closer_of(form, opener)}",
-        }
-        for opener in form.openers
+        {"begin": begin, "schema": schema, "end": end} for begin, end in _around_calls(form)
     ]
     triggers = [
         one
@@ -121,6 +116,41 @@ def where_it_calls(
     ]
     value = {"structures": structures, "triggers": triggers}
     return Constraint(kind="structural_tag", value=json.dumps(value))
+
+
+def calls_or(
+    answer: Constraint, form: JsonCalls | Form | None, conversation: Conversation
+) -> Constraint:
+    """JSON that follows ``answer``, or calls, as the model decides.
+
+    It is ``answer`` alone, so that there are no calls, where that is not about JSON, and where the
+    calls of the family are not JSON between markers. Raises RequestError as ``where_it_calls``.
+    """
+    if answer.kind not in {"json_object", "json_schema"}:
+        return answer
+    if not isinstance(form, JsonCalls) or form.line_openers:
+        return answer
+    schema = json.loads(str(answer.value)) if answer.value else _ANY
+    tools = tuple(one if one.strict else evolve(one, parameters=_ANY) for one in conversation.tools)
+    calls = {
+        "type": "json_schema",
+        "json_schema": _calls_schema(form, evolve(conversation, tools=tools)),
+    }
+    elements: list[dict[str, Any]] = [{"type": "json_schema", "json_schema": schema}]
+    elements += [
+        {"type": "tag", "begin": begin, "content": calls, "end": end}
+        for begin, end in _around_calls(form)
+    ]
+    value = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
+    return evolve(answer, kind="structural_tag", value=json.dumps(value))
+
+
+def _around_calls(form: JsonCalls) -> list[tuple[str, str]]:
+    """What may stand before calls, and what stands after them then."""
+    return [
+        (f"{opener}{form.after_opener}", f"{form.after_opener}{closer_of(form, opener)}")
+        for opener in form.openers
+    ]
 
 
 def special_marks(text: str, specials: Collection[str]) -> Sequence[tuple[int, int]]:

@@ -9,6 +9,7 @@ from commutator.errors import RequestError
 from commutator_parsers.channels import ElementParser, HarmonyParser
 from commutator_parsers.families import FAMILIES, REASONING, detect, detect_reasoning
 from commutator_parsers.forced import (
+    calls_or,
     forced_choice,
     forced_opening,
     form_of_calls,
@@ -98,9 +99,11 @@ class ModelParser(Parser):
         ask = in_thoughts if thinks else in_prompt
         return ask(form, opening, conversation, self._specials)
 
-    def strict(self, conversation: Conversation) -> Constraint:
+    def strict(self, conversation: Conversation, answer: Constraint | None) -> Constraint:
         """As of ``Parser``."""
         form = self._form
+        if answer is not None:
+            return calls_or(answer, form, conversation)
         if form is None:
             raise RequestError(
                 f"tools: strict: models of the family {self._name} write calls in a form of their "

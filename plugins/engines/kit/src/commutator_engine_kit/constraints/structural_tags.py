@@ -29,9 +29,14 @@ def lark_of_tags(given: Any, specials: Mapping[str, int], enforced: Enforced) ->
     """A grammar in llguidance's notation. Raises ValueError for what is no structural tag.
 
     ``given`` is vLLM's and SGLang's form, {"structures": [{begin, schema, end}], "triggers":
-    [...]}, or xgrammar's, {"format": {"type": "triggered_tags", ...}}. ``specials`` are the ids of
-    the special tokens, by their texts: where a trigger is one, only the token counts.
+    [...]}, or xgrammar's, {"format": {"type": "triggered_tags", ...}}, also "or" of one "tag" and
+    "json_schema" or more, of which the answer is one. ``specials`` are the ids of the special
+    tokens, by their texts: where a trigger is one, only the token counts.
     """
+    if (alternatives := _alternatives(given)) is not None:
+        writer = _Writer(specials, ())
+        bodies = (writer.body(tag, tag.begin, enforced) for tag in alternatives)
+        return f"start: {' | '.join(bodies)}"
     tags, triggers, required, only_one = _read(given)
     writer = _Writer(specials, triggers)
     owners = [_trigger_of(one, triggers) for one in tags]
@@ -89,6 +94,26 @@ def _read(given: Any) -> tuple[list[_Tag], list[str], bool, bool]:
     return [read(one) for one in tags], [*dict.fromkeys(triggers)], required, only_one
 
 
+def _alternatives(given: Any) -> list[_Tag] | None:
+    """Of which the whole answer is one; JSON by itself is a tag without marks. None: no such."""
+    shape = given.get("format") if isinstance(given, dict) else None
+    if not isinstance(shape, dict) or shape.get("type") != "or":
+        return None
+    elements = shape.get("elements")
+    if not isinstance(elements, list) or not elements or len(elements) > _MOST:
+        raise ValueError(f"or: expected elements, 1 to {_MOST}")
+    return [_alternative(one) for one in elements]
+
+
+def _alternative(one: Any) -> _Tag:
+    match one:
+        case {"type": "json_schema"}:
+            return _Tag("", one.get("json_schema", {}), "")
+        case {"type": "tag"}:
+            return _of_content(one)
+    raise ValueError("or: expected elements of the types json_schema and tag")
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
@@ -141,12 +166,7 @@ class _Writer:
 
     def group(self, trigger: str, tags: Sequence[_Tag], enforced: Enforced) -> str:
         """The name of a rule: free text, the trigger, and what follows it."""
-        bodies = []
-        for tag in tags:
-            schema, options = enforced(tag.schema)
-            value = f"%json {json.dumps({**schema, 'x-guidance': options})}"
-            words = (self._literal(tag.begin[len(trigger) :]), value, self._literal(tag.end))
-            bodies.append(" ".join(filter(None, words)))
+        bodies = [self.body(tag, tag.begin[len(trigger) :], enforced) for tag in tags]
         name = f"tag{len(self.lines)}"
         first, *rest = self._pieces(trigger)
         if first in self._specials:
@@ -160,6 +180,12 @@ class _Writer:
             opened = f"{self._before}{name}_opened {self._literal(''.join(rest))}"
         self.lines.append(f"{name}: {opened} ({' | '.join(bodies)})")
         return name
+
+    def body(self, tag: _Tag, begin: str, enforced: Enforced) -> str:
+        """A tag from ``begin`` on, with which it begins, or with what is left of that."""
+        schema, options = enforced(tag.schema)
+        value = f"%json {json.dumps({**schema, 'x-guidance': options})}"
+        return " ".join(filter(None, (self._literal(begin), value, self._literal(tag.end))))
 
     def _literal(self, text: str) -> str:
         return " ".join(
