@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 from tests.support import vllm_server
-from tests.support.protocol_requests import ask, cases
+from tests.support.protocol_requests import LABELS, ask, cases
+from tests.support.tiny_encoders import write_encoder
 from tests.support.vllm_server import running_vllm
 
 from commutator import ModelConfig
@@ -24,18 +26,16 @@ CASES = cases("tests/e2e/vllm/test_vllm_pooling.py::test_it_is_served")
 TEXTS = ["Paris is the capital of France.", "bread", "A longer text, " * 12, "[CLS] is text here"]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+@contextmanager
+def serving(folder: Path, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(the URL of vLLM, the URL of a front door before it)."""
-    folder: Path = tmp_path_factory.mktemp("vllm")
-    model = ModelConfig(name="minilm", source=SOURCE)
     memory = "--kv-cache-memory-bytes=268435456"
     arguments = ("--dtype=float32", "--enforce-eager", "--runner=pooling", memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_server, "CONFIG", evolve(vllm_server.CONFIG, args=arguments))
         with running_vllm(folder, model=model) as url:
             config = {
-                "models": [{"name": "minilm", "source": SOURCE}],
+                "models": [{"name": model.name, "source": model.source}],
                 "engines": [{"kind": "vllm", "url": url}],
                 "frontend": {
                     "protocols": [{"kind": "openai"}, {"kind": "pooling"}, {"kind": "kserve"}]
@@ -43,6 +43,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
             }
             with LocalCluster(config) as cluster:
                 yield url, cluster.url
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    model = ModelConfig(name="minilm", source=SOURCE)
+    with serving(tmp_path_factory.mktemp("vllm"), model) as urls:
+        yield urls
 
 
 def vectors(url: str, **asked: Any) -> np.ndarray:
@@ -90,3 +97,20 @@ def test_ranks_and_refuses(served: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("protocol", "operation", "engine"), CASES)
 def test_it_is_served(served: tuple[str, str], protocol: str, operation: str, engine: str) -> None:
     ask(served[1], protocol, operation, "minilm")
+
+
+def test_classes(tmp_path: Path) -> None:
+    # vLLM's attention on a CPU takes no smaller heads.
+    write_encoder(tmp_path, "bert", labels=LABELS, hidden_size=96)
+    model = ModelConfig(name="classes", source=str(tmp_path))
+    with serving(tmp_path, model) as (own, ours):
+        ask(ours, "pooling", "classify", "classes")
+        for more in ({}, {"use_activation": False}):
+            asked = {"model": "classes", "input": ["w1 w2", "w3 w4 w5 w6"], **more}
+            expected, found = (
+                httpx.post(f"{url}/classify", json=asked, timeout=120).json()["data"]
+                for url in (own, ours)
+            )
+            for theirs, mine in zip(expected, found, strict=True):
+                assert mine["index"] == theirs["index"]
+                assert mine["probs"] == pytest.approx(theirs["probs"], abs=1e-6)

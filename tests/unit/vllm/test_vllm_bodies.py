@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import Any
 
+import msgspec
 import pytest
 from attrs import evolve
 
-from commutator import AdapterIdentity, Constraint
+from commutator import AdapterIdentity, Constraint, Operation, Pooling
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator_vllm.messages import (
     COMPLETIONS,
     GENERATE,
+    Classes,
+    Embeddings,
     check_forwarded,
+    pooling_body,
     request_body,
     request_headers,
 )
@@ -218,3 +223,23 @@ def test_a_prefill_leg_is_no_stream() -> None:
 def test_headers() -> None:
     assert request_headers(REQUEST) == {"X-Request-Id": "r1"}
     assert request_headers(evolve(REQUEST, data_parallel_rank=0))["X-data-parallel-rank"] == "0"
+
+
+@pytest.mark.parametrize("operation", [Operation.EMBED, Operation.CLASSIFY])
+def test_inputs_to_which_nothing_is_generated(operation: str) -> None:
+    pooling = Pooling(operation=operation, lengths=(2, 1), activation=False)
+    body = pooling_body(REQUEST, pooling, "m", use_priority=False)
+    assert body["input"] == [[5, 6], [7]]
+    assert body["use_activation"] is False
+    # Only vectors may be asked for as bytes.
+    assert ("encoding_format" in body) == (operation == Operation.EMBED)
+
+
+def test_rows_of_an_answer_are_in_the_order_of_the_inputs() -> None:
+    first, second = struct.pack("<2f", 0.25, 0.75), struct.pack("<2f", 0.5, 0.5)
+    classes = [{"index": 1, "label": "b", "probs": [0.5, 0.5]}, {"index": 0, "probs": [0.25, 0.75]}]
+    found: Any = msgspec.convert({"data": classes}, Classes)
+    assert found.vectors == first + second
+    rows = [{"index": 1, "embedding": second}, {"index": 0, "embedding": first}]
+    found = msgspec.json.decode(msgspec.json.encode({"data": rows}), type=Embeddings)
+    assert found.vectors == first + second

@@ -5,17 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from commutator import Operation
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineError
 from commutator_engine_kit.completions import ModelCard, ModelList
 from commutator_vllm.discovery import (
     CacheFacts,
     KvEventSource,
+    ServedPaths,
     base_model,
     cache_facts,
     engine_info,
     engine_load,
     event_source,
+    operations_of,
 )
 
 PAGE = """\
@@ -116,3 +119,17 @@ def test_what_the_configuration_says_comes_first() -> None:
 def test_a_server_that_publishes_nothing(source: KvEventSource) -> None:
     assert event_source({"0": source}, "http://h:8000", None) is None
     assert event_source({}, "http://h:8000", None) is None
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ([], Operation.GENERATE),
+        (["/v1/completions", "/classify"], Operation.GENERATE),
+        (["/pooling", "/v1/embeddings"], Operation.EMBED),
+        (["/pooling", "/classify"], Operation.CLASSIFY),
+        (["/pooling"], "pooling"),
+    ],
+)
+def test_what_a_server_does_is_told_by_its_paths(paths: list[str], expected: str) -> None:
+    assert operations_of(ServedPaths({path: {} for path in paths})) == (expected,)

@@ -47,15 +47,17 @@ from commutator_vllm.discovery import (
 )
 from commutator_vllm.handover import handover_info
 from commutator_vllm.messages import (
+    CLASSIFY,
     COMPLETIONS,
     EMBEDDINGS,
     GENERATE,
+    Classes,
     DeltaReader,
     Embeddings,
     check_forwarded,
-    embeddings_body,
     hands_over,
     needs_completions,
+    pooling_body,
     request_body,
     request_headers,
 )
@@ -65,7 +67,7 @@ PATHS = HttpRelay(
     read_paths=(
         *("/health", "/kv_event_sources", "/metrics", "/openapi.json", "/v1/models", "/version"),
     ),
-    request_paths=(GENERATE, *FORWARDED_PATHS),
+    request_paths=(GENERATE, CLASSIFY, *FORWARDED_PATHS),
 )
 """What the client, and those of front doors on other hosts, ask a server for."""
 
@@ -117,25 +119,29 @@ class VllmClient(HttpEngineClient):
         generates = Operation.GENERATE in self._operations
         return NO_CACHE if facts is None and not generates else facts
 
-    async def _embed(
+    async def _pool(
         self, request: GenerateRequest, pooling: Pooling, model: str, stream: DeltaStream
     ) -> None:
-        body = embeddings_body(request, pooling, model, use_priority=self._use_priority)
+        classifies = pooling.operation == Operation.CLASSIFY
+        path = CLASSIFY if classifies else EMBEDDINGS
+        said: type[Classes | Embeddings] = Classes if classifies else Embeddings
+        body = pooling_body(request, pooling, model, use_priority=self._use_priority)
         try:
-            answer = await self.server.post(EMBEDDINGS, body, request_headers(request))
+            answer = await self.server.post(path, body, request_headers(request))
         except FailedAnswerError as failed:
             raise await self.server.error_for(failed.status, str(failed)) from failed
         async with answer:
             data = await answer.read()
         try:
-            vectors = msgspec.json.decode(data, type=Embeddings).vectors
+            vectors = msgspec.json.decode(data, type=said).vectors
         except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.server.where} sent no embeddings: {error}") from error
+            text = f"{self.server.where} sent no answer of {path}: {error}"
+            raise EngineError(text) from error
         stream.feed(TokenDelta(finish_reason=FinishReason.STOP, vectors=vectors))
 
     async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
         if request.pooling is not None:
-            await self._embed(request, request.pooling, model, stream)
+            await self._pool(request, request.pooling, model, stream)
             return
         try:
             await self._answer(request, model, stream)

@@ -14,6 +14,7 @@ from commutator.errors import EngineError
 from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_vllm.handover import handover_info
+from commutator_vllm.messages import CLASSIFY, EMBEDDINGS
 
 _WANTED = (
     "vllm:cache_config_info",
@@ -82,7 +83,10 @@ def operations_of(served: ServedPaths) -> tuple[str, ...]:
     """In words of ``Operation``; a server that tells no paths generates."""
     if not served.paths or "/v1/completions" in served.paths:
         return (Operation.GENERATE,)
-    return (Operation.EMBED,) if "/v1/embeddings" in served.paths else ("pooling",)
+    for path, operation in ((EMBEDDINGS, Operation.EMBED), (CLASSIFY, Operation.CLASSIFY)):
+        if path in served.paths:
+            return (operation,)
+    return ("pooling",)
 
 
 def engine_info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
-from commutator import GenerateRequest, Pooling, TokenDelta, TokenLogprob
+from commutator import GenerateRequest, Operation, Pooling, TokenDelta, TokenLogprob
 from commutator.errors import RequestError
 from commutator_engine_kit import completions
 from commutator_engine_kit.completions import STREAMED, enforceable, likeliest, sampling_parameters
@@ -19,22 +20,25 @@ GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 """Always available."""
 EMBEDDINGS = "/v1/embeddings"
-"""Of servers in pooling mode."""
+CLASSIFY = "/classify"
+"""These two of servers in pooling mode, each of which has one."""
 NAMED_TOKENS = "logprob_token_ids"
 """The option that names tokens whose log probabilities are wanted."""
 _MOST_LOGPROBS = 20
 """vLLM's own limit, `--max-logprobs`, unless that is set."""
 
 
-def embeddings_body(
+def pooling_body(
     request: GenerateRequest, pooling: Pooling, model: str, *, use_priority: bool
 ) -> dict[str, Any]:
-    """The JSON body for EMBEDDINGS."""
+    """The JSON body for EMBEDDINGS, or CLASSIFY."""
     at, inputs, token_ids = 0, [], [*request.token_ids]
     for length in pooling.lengths:
         inputs.append(token_ids[at : at + length])
         at += length
-    body: dict[str, Any] = {"model": model, "input": inputs, "encoding_format": "base64"}
+    body: dict[str, Any] = {"model": model, "input": inputs}
+    if pooling.operation != Operation.CLASSIFY:
+        body["encoding_format"] = "base64"
     if pooling.dimensions is not None:
         body["dimensions"] = pooling.dimensions
     if not pooling.activation:
@@ -59,6 +63,23 @@ class Embeddings(msgspec.Struct):
     def vectors(self) -> bytes:
         """As ``TokenDelta.vectors``: vLLM's floats are little-endian, too."""
         return b"".join(one.embedding for one in sorted(self.data, key=lambda one: one.index))
+
+
+class _Class(msgspec.Struct):
+    index: int
+    probs: list[float]
+
+
+class Classes(msgspec.Struct):
+    """The answer of CLASSIFY."""
+
+    data: list[_Class]
+
+    @property
+    def vectors(self) -> bytes:
+        """As ``TokenDelta.vectors``: the probability of each class, or its logit."""
+        rows = sorted(self.data, key=lambda one: one.index)
+        return b"".join(struct.pack(f"<{len(row.probs)}f", *row.probs) for row in rows)
 
 
 def request_body(
