@@ -20,7 +20,11 @@ from commutator.contract.conversation import (
 )
 from commutator.contract.parser import AnswerParser, Parser
 from commutator.errors import RequestError
-from commutator.frontend.request.conversation import check_tools, messages_of
+from commutator.frontend.request.conversation import (
+    characters_of,
+    check_tools,
+    messages_of,
+)
 from commutator.tokenizer.text_model import ChatTemplate
 
 OBJECTS = (
@@ -112,6 +116,21 @@ def test_thoughts_have_all_the_names_that_templates_know() -> None:
 def test_pictures_are_refused() -> None:
     with pytest.raises(RequestError, match="image is not served"):
         messages_of([Message(role="user", content=[Media(kind="image")])], None)
+
+
+@pytest.mark.parametrize(
+    ("content", "least"),
+    [
+        ("x" * 70, 70),
+        ([Text("x" * 40), Reasoning("x" * 30)], 70),
+        ([ToolCall(id="1", name="a", arguments="x" * 70)], 70),
+        ([ToolResult(call_id="1", parts=[Text("x" * 40), Text("x" * 30)])], 70),
+        ([Media(kind="image"), Text("x" * 70)], 70),  # refused when it is rendered
+    ],
+)
+def test_the_time_of_rendering_is_told_by_all_texts(content: Any, least: int) -> None:
+    characters = characters_of(Message(role="user", content=content))
+    assert least <= characters <= least + 300
 
 
 def test_a_tool_without_parameters_takes_an_empty_object() -> None:
