@@ -102,7 +102,7 @@ def test_orphan_blocks_wait_for_their_parent() -> None:
     index.apply("w0", stored(0, 2))
     assert index.match(HASHES) == {W0: Overlap(device=6)}
     assert index.statistics().orphans == 0
-    assert counters(index) == {"stored": 6, "orphaned": 4, "adopted": 4}
+    assert counters(index) == {}
 
 
 def test_orphans_can_be_removed_before_their_parent_comes() -> None:
@@ -149,7 +149,6 @@ def test_duplicates_change_nothing() -> None:
         index.apply("w0", stored(0, 4))
     index.apply("w0", removed(3))
     assert index.match(HASHES) == {W0: Overlap(device=3)}
-    assert counters(index)["duplicate"] == 8
 
 
 def test_removal_of_the_unknown_changes_nothing() -> None:
@@ -159,8 +158,6 @@ def test_removal_of_the_unknown_changes_nothing() -> None:
     index.apply("w0", removed(7, 1))
     index.apply("w0", removed(0, medium="CPU"))
     assert index.match(HASHES) == {W0: Overlap(device=1)}
-    assert counters(index)["removed_unknown"] == 2
-    assert counters(index)["removed_elsewhere"] == 1
 
 
 def test_a_block_with_two_names_stays_until_both_are_removed() -> None:
@@ -216,7 +213,7 @@ def test_a_worker_can_be_reset_or_removed() -> None:
     assert set(index.match(HASHES)) == {W0, W1, WorkerRank("w1", 1)}
     index.reset_worker("w0")
     assert set(index.match(HASHES)) == {W1, WorkerRank("w1", 1)}
-    assert rank_of(index).counters.stored == 4, "a reset worker is still known"
+    assert rank_of(index).sizes == (0, 0, 0, 0), "a reset worker is still known"
     index.remove_worker("w0")
     index.remove_worker("nobody")
     assert index.worker_ranks("w0") == {}
@@ -290,7 +287,6 @@ def test_a_lower_tiers_blocks_without_tokens_say_nothing_of_block_sizes(block_si
     assert index.match(HASHES) == {}
     assert rank_of(index).sizes == (0, 1, 0, 0)
     assert rank_of(index).block_sizes == {SIZE}
-    assert counters(index) == {"stored": 5, "removed": 4}
     index.apply("w0", stored(0, 4))
     assert index.match(HASHES) == {W0: Overlap(device=4)}
 

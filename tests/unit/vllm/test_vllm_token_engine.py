@@ -74,16 +74,16 @@ class FakeEngine:
     came: asyncio.Event = field(factory=asyncio.Event)
     loading: asyncio.Event = field(factory=asyncio.Event)
 
-    def knows(self, lora_name: str) -> bool:
-        if lora_name == adapter("nobody").digest:
+    def knows(self, asked: AdapterIdentity) -> bool:
+        if asked == adapter("nobody"):
             raise RequestError("no adapter nobody")
-        return lora_name in self.adapters
+        return asked.digest in self.adapters
 
-    async def load_adapter(self, lora_name: str) -> None:
+    async def load_adapter(self, asked: AdapterIdentity) -> None:
         await self.loading.wait()
-        if lora_name not in self.can_load:
-            raise RequestError(f"no adapter {lora_name}")
-        self.adapters.add(lora_name)
+        if asked.digest not in self.can_load:
+            raise RequestError(f"no adapter {asked.digest}")
+        self.adapters.add(asked.digest)
 
     def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
         if self.refusal is not None:

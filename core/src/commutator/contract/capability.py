@@ -26,10 +26,6 @@ class Operation:
     """Judge how well two texts fit: one number for each pair."""
     CLASSIFY: Final = "classify"
     """Give each class of an input, or of a pair, a probability."""
-    SLEEP: Final = "sleep"
-    """Give memory back until it is woken."""
-    LOAD_ADAPTER: Final = "load_adapter"
-    """Load an adapter and unload it."""
 
 
 class OptionType:

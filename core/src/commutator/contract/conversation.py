@@ -158,8 +158,6 @@ class ReasoningOptions:
 
     effort: str | None = None
     """As the model's template knows it, such as "low"."""
-    budget_tokens: int | None = None
-    """The most tokens of reasoning, at least 1."""
     show: bool = True
     """Whether the client wants to see it."""
 

@@ -171,6 +171,8 @@ class AdapterIdentity:
     digest: str = field(validator=_is_a_digest)
     """SHA-256 of the adapter's weights and settings, in 64 lower-case hex digits. Engines know the
     adapter by it: a server that has its own names, such as vLLM, by it as name."""
+    source: str | None = field(default=None, eq=False)
+    """The folder that an engine without it loads it from; None: it can use only what it has."""
 
     def __str__(self) -> str:
         return f'"{self.name}" ({self.digest[:12]})'

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
+from commutator.contract.request import AdapterIdentity
 from commutator.contract.settings import setting
 from commutator.errors import CommutatorError
 
@@ -57,6 +58,11 @@ class Traffic(ABC):
         ``key`` is the session of the request, or its id where it has none: the same key gets the
         same answer.
         """
+
+    def adapter(self, alias: str, model: str) -> AdapterIdentity | None:
+        """With which adapter ``model`` serves a request for ``alias``; None: with none."""
+        del alias, model
+        return None
 
     @abstractmethod
     def after(

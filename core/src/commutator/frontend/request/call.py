@@ -19,7 +19,7 @@ from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Principal
 from commutator.contract.protocol import MountedProtocol
-from commutator.contract.request import MAX_SESSION_CHARS, Caller
+from commutator.contract.request import MAX_SESSION_CHARS, AdapterIdentity, Caller
 from commutator.contract.traffic import DEFAULT_ALIAS
 from commutator.errors import CommutatorError, RequestError
 from commutator.frontend.limits import TimeLimit
@@ -257,6 +257,12 @@ class Call(ABC):
                 name = services.traffic.chosen(alias, key, usable) or name
             found = self._serving[alias] = services.text_model(name, self.principal)
         return found
+
+    @property
+    def adapter(self) -> AdapterIdentity | None:
+        """With which adapter ``model`` serves the request."""
+        alias, traffic = self.alias, self.services.traffic
+        return None if alias is None or not traffic else traffic.adapter(alias, self.model)
 
     async def serve(self, name: str | None, attempt: Callable[[str, TextModel], Awaitable[T]]) -> T:
         """What ``attempt`` makes of the ``text_model`` of ``name``, or of one that takes over."""

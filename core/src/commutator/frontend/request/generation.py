@@ -102,6 +102,12 @@ class Plan:
     """The mode of a tool choice, "required" or "named", that the constraint of the requests is for;
     "auto": it is for strict tools; None: it is the client's own, or there is none."""
 
+    @property
+    def name(self) -> str:
+        """The model as answers name it: that of the adapter, where one is used."""
+        adapter = self.requests[0].adapter
+        return self.model if adapter is None else adapter.name
+
 
 class Choice:
     """Assembles one answer. ``push`` until ``finished``, then no more."""

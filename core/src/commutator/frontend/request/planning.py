@@ -12,7 +12,13 @@ from commutator.auth.rights import allowed_priority, check_answers, require, sal
 from commutator.contract.conversation import Conversation, Generate, Message, Text, ToolResult
 from commutator.contract.parser import AnswerParser, ForcedCalls, Parser
 from commutator.contract.principal import Principal
-from commutator.contract.request import Caller, GenerateRequest, KvRetention, SamplingParams
+from commutator.contract.request import (
+    AdapterIdentity,
+    Caller,
+    GenerateRequest,
+    KvRetention,
+    SamplingParams,
+)
 from commutator.errors import RequestError
 from commutator.frontend.request.conversation import (
     NOT_SERVED,
@@ -46,8 +52,8 @@ class Target:
     """What a plan needs beside what is asked."""
 
     model: str
-    """The name that clients give."""
     text: TextModel
+    adapter: AdapterIdentity | None
     prompts: Preprocessor
     parser: Parser | None
     """Reads the model's answers; None: they are text."""
@@ -227,6 +233,7 @@ def _plan(
                     request_id=_own_id(target.request_id, number, answers * len(prompts)),
                     token_ids=prompt.token_ids,
                     sampling=_with_own_seed(sampling, answer),
+                    adapter=target.adapter,
                     cache_salt=salt,
                     priority=priority,
                     retention=retention,
@@ -237,7 +244,7 @@ def _plan(
                 )
             )
     hashes = tuple(
-        None if asked.keep_tokens else prompt.sequence_hashes
+        None if asked.keep_tokens or target.adapter else prompt.sequence_hashes
         for prompt in prompts
         for _ in range(answers)
     )

@@ -74,6 +74,7 @@ async def _answer(
     target = Target(
         model=name,
         text=text,
+        adapter=call.adapter,
         prompts=services.preprocessors[name],
         parser=services.parsers.get(name),
         max_model_len=services.max_model_len(name, call.principal),

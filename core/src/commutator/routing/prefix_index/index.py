@@ -116,20 +116,8 @@ class Orphans:
 
 @define
 class RankCounters:
-    """Counts of a rank's events, in blocks, since the rank was first seen."""
+    """What was wrong with a rank's events, in blocks, since the rank was first seen."""
 
-    stored: int = 0
-    removed: int = 0
-    cleared: int = 0
-    """Events, not blocks."""
-    duplicate: int = 0
-    """Stored again while held."""
-    removed_unknown: int = 0
-    removed_elsewhere: int = 0
-    """Removed from a cache level where they were not, while held in another."""
-    orphaned: int = 0
-    adopted: int = 0
-    """Orphans whose parent was stored."""
     untraceable: int = 0
     """Stored without tokens, under an unknown hash."""
     malformed: int = 0
@@ -249,7 +237,6 @@ class RankBlocks:
         root: int | None = None,
     ) -> None:
         """Store consecutive blocks, the first after ``parent`` or, without one, ``root``."""
-        self.counters.stored += len(keys)
         parent_hash = root if parent is None else self.hash_of(parent)
         if parent is None or parent_hash is not None:
             self.hold(tier, keys, chain_hashes(local_hashes, parent_hash))
@@ -259,7 +246,6 @@ class RankBlocks:
                 rest = [known, *chain_hashes(local_hashes[number + 1 :], known)]
                 self.hold(tier, keys[number:], rest)
                 return
-            self.counters.orphaned += 1
             self.orphans.add(key, parent, local_hashes[number], tier)
             parent = key
 
@@ -269,7 +255,6 @@ class RankBlocks:
             if (known := self.hash_of(key)) is None:
                 self.counters.untraceable += 1
             else:
-                self.counters.stored += 1
                 self.hold(tier, (key,), (known,))
 
     def hold(
@@ -288,7 +273,6 @@ class RankBlocks:
                 linked = chain_hashes((orphan.local_hash,), self.hash_of(parent))
                 for held_in in sorted(orphan.tiers):
                     self._hold(held_in, (key,), linked)
-                self.counters.adopted += 1
                 parents.append(key)
 
     def store_beside(self, followed: RankBlocks, keys: Iterable[EngineBlockHash]) -> None:
@@ -300,7 +284,7 @@ class RankBlocks:
                 self.waiting[key] = None
 
     def remove(self, tier: CacheLevel, keys: Iterable[EngineBlockHash]) -> None:
-        """Remove blocks from ``tier``; blocks that were not there are only counted."""
+        """Remove blocks from ``tier``, as far as they are there."""
         held = self.held[tier]
         gone: list[int] = []
         for key in keys:
@@ -309,12 +293,8 @@ class RankBlocks:
                 gone.append(known)
             elif key in self.waiting:
                 del self.waiting[key]
-            elif not self.orphans.discard(key, tier):
-                if self.hash_of(key) is None:
-                    self.counters.removed_unknown += 1
-                else:
-                    self.counters.removed_elsewhere += 1
-        self.counters.removed += len(gone)
+            else:
+                self.orphans.discard(key, tier)
         self._release(tier, gone)
 
     def clear(self) -> None:
@@ -384,7 +364,6 @@ class RankBlocks:
         for key, sequence_hash in zip(keys, hashes, strict=True):
             known = held.get(key)
             if known == sequence_hash:
-                self.counters.duplicate += 1
                 continue
             if known is not None:  # the engine reused the hash for other tokens
                 self._release(tier, (known,))
@@ -455,7 +434,6 @@ class PrefixIndex:
                 tier = _tier(blocks, event.medium)
                 blocks.remove(tier, blocks.keys_of(event.block_hashes, tier))
             case BlocksCleared():
-                blocks.counters.cleared += 1
                 blocks.clear()
 
     def store(

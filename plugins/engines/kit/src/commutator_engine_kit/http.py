@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from http import HTTPStatus
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,10 +22,11 @@ from aiohappyeyeballs import start_connection
 from yarl import URL
 
 from commutator.contract.engine import EngineClient
-from commutator.contract.request import GenerateRequest
+from commutator.contract.request import AdapterIdentity, GenerateRequest
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
+    CommutatorError,
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
@@ -33,6 +35,7 @@ from commutator.errors import (
 from commutator.trust import ClientGate, Right, TlsError, is_loopback
 from commutator.trust.wire import notice_loss, secured
 from commutator_engine_kit.http_connections import HttpAnswer, HttpConnections
+from commutator_engine_kit.model_identity import adapter_digest, changed_files
 
 __all__ = [
     "CLOSES_IDLE_S",
@@ -310,12 +313,27 @@ class HttpServer:
         return True
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """The list of models and adapters of a server."""
+
+    data: list[_Model]
+
+
 class HttpEngineClient(EngineClient):
     """A client of ``server``; an engine's own says what it asks and how it generates."""
+
+    adapters_path: ClassVar[str | None] = None
+    """Where the server is told to load an adapter; None: it cannot be told."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server = server
         self._info: EngineInfo | None = None
+        self._adapters: dict[str, asyncio.Task[None]] = {}
+        """What loads an adapter or has loaded it, by its digest."""
         self._running: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -337,6 +355,7 @@ class HttpEngineClient(EngineClient):
 
     async def start(self) -> EngineInfo:
         if self._info is None:  # the dispatcher calls this before each request
+            self._adapters = {}
             self._info = await self.discover()
         return self._info
 
@@ -367,9 +386,44 @@ class HttpEngineClient(EngineClient):
     async def _run(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
         try:
             with self.forgets_a_lost_server():
+                if request.adapter is not None and request.adapter.source is not None:
+                    await self._need_adapter(request.adapter)
                 await self.answer(request, model, stream)
         except Exception as error:  # noqa: BLE001 - the reader of the stream gets it
             stream.fail(error)
+
+    async def _need_adapter(self, adapter: AdapterIdentity) -> None:
+        """Have the server load it, unless it has; several requests wait for one load.
+
+        Raises RequestError when it cannot, EngineError when the files have changed.
+        """
+        if (loading := self._adapters.get(adapter.digest)) is None:
+            loading = asyncio.create_task(self._load_adapter(adapter))
+            self._adapters[adapter.digest] = loading
+        try:
+            await asyncio.shield(loading)
+        except CommutatorError:
+            self._adapters.pop(adapter.digest, None)
+            raise
+
+    async def _load_adapter(self, adapter: AdapterIdentity) -> None:
+        if self.adapters_path is None:
+            raise RequestError(f"{self.server.where} cannot load adapter {adapter}", "model")
+        source = str(adapter.source)
+        try:
+            asked = {"lora_name": adapter.digest, "lora_path": source}
+            async with await self.server.post(self.adapters_path, asked) as answer:
+                await answer.read()
+        except FailedAnswerError as failed:
+            if not await self._has_adapter(adapter):  # another front door may have been first
+                why = f"{self.server.where} cannot load adapter {adapter}: {failed}"
+                raise RequestError(why, "model") from failed
+        if await asyncio.to_thread(adapter_digest, Path(source)) != adapter.digest:
+            raise EngineError(changed_files(adapter))  # it might be of other files than the digest
+
+    async def _has_adapter(self, adapter: AdapterIdentity) -> bool:
+        models = await self.server.read("/v1/models", _Models)
+        return any(one.id == adapter.digest for one in models.data)
 
     @asynccontextmanager
     async def forward(

@@ -15,11 +15,12 @@ from typing import Any
 import xxhash
 
 from commutator.contract.block import CacheIdentity
-from commutator.contract.request import DIGEST
+from commutator.contract.request import DIGEST, AdapterIdentity
 
 __all__ = [
     "AdapterDigests",
     "adapter_digest",
+    "changed_files",
     "model_facts",
     "served_identity",
     "weights_digest",
@@ -98,6 +99,14 @@ def adapter_digest(directory: Path) -> str:
                 content = hashlib.file_digest(opened, "sha256").hexdigest()
             state.update(f"{len(name.encode())} {name} {content}\n".encode())
     return state.hexdigest()
+
+
+def changed_files(adapter: AdapterIdentity) -> str:
+    """What an engine says when the files of an adapter are no longer those of its digest."""
+    return (
+        f"adapter {adapter}: the files in {adapter.source} have changed; each version needs a "
+        "folder of its own"
+    )
 
 
 class AdapterDigests:

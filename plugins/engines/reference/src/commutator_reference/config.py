@@ -33,6 +33,14 @@ class ReferenceConfig(EngineConfig):
         "Requests that may wait in the worker; one more is answered as overload.", 1024
     )
     prefix_caching: bool = setting("Reuse the KV blocks of equal prompt prefixes.", True)
+    adapter_places: PositiveInt = setting(
+        "LoRA adapters in memory. One that is needed takes the place of the one that was needed "
+        "longest ago; while requests use all of them, others are answered as overload.",
+        8,
+    )
+    max_adapter_rank: PositiveInt = setting(
+        "Largest rank of an adapter; larger ones are refused.", 64
+    )
     handover_lease_s: PositiveSeconds = setting(
         "How long a prefilled prompt's KV is held for a decode worker that does not fetch it.",
         30.0,

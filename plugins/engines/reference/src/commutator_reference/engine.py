@@ -16,6 +16,7 @@ import torch
 from attrs import evolve
 
 from commutator import (
+    AdapterIdentity,
     EngineLoad,
     FinishReason,
     GenerateRequest,
@@ -34,6 +35,7 @@ from commutator_reference.config import ReferenceConfig
 from commutator_reference.constraints import Grammars, Matcher
 from commutator_reference.decoder import DecoderModel
 from commutator_reference.handover import Handover, TransferParams
+from commutator_reference.lora import Adapters, LoraAdapter
 from commutator_reference.model import Abandoned, LlamaModel
 from commutator_reference.pages import PageArena
 from commutator_reference.sampler import (
@@ -70,8 +72,8 @@ class ReferenceEngine:
     ``submit``, ``abort``, ``load`` and ``reset_prefix_cache`` may be called from any thread;
     ``step`` and ``run`` from one. ``decode`` returns the text in which stop strings are searched,
     ``encode`` the tokens of words that must not be generated, ``grammars`` what compiles
-    constraints. ``on_kv_events`` is called by that thread, once a step, with the blocks that the
-    prefix cache stored and removed.
+    constraints, ``adapters`` what loads them. ``on_kv_events`` is called by that thread, once a
+    step, with the blocks that the prefix cache stored and removed.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ReferenceEngine:
         decode: Decode | None = None,
         encode: Callable[[str], Many[int]] | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
         on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
     ) -> None:
         """``num_blocks``: KV blocks in the arena.
@@ -100,6 +103,7 @@ class ReferenceEngine:
         self._decode = decode
         self._encode = encode
         self._grammars = grammars
+        self._adapters = adapters
         self._on_kv_events = on_kv_events
         self.block_size = self.arena.block_size
         """Tokens in a block: those of the options, or more where states would not fit."""
@@ -130,6 +134,8 @@ class ReferenceEngine:
         # The condition's lock guards the following.
         self._inbox: deque[Callable[[], object]] = deque()
         self._live: set[int] = set()
+        self._adapted: dict[int, str] = {}
+        """The adapters, by digest, of those of ``_live`` that use one."""
         self._pending: dict[int, GenerateRequest] = {}
         self._load = EngineLoad(kv_capacity_blocks=num_blocks)
         self._woken = False
@@ -173,6 +179,7 @@ class ReferenceEngine:
             params = parse_transfer_params(request, self.block_size)
         matcher = None if request.constraint is None else self._matcher(request, request.constraint)
         bad_words = self._bad_words(request)
+        adapter = None if request.adapter is None else self._adapter(request.adapter)
         limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
@@ -182,8 +189,12 @@ class ReferenceEngine:
                     f"{limit} requests run or wait here already; try again later"
                 )
             self._live.add(key)
+            if adapter is not None:
+                self._adapted[key] = adapter.digest
             self._pending[key] = request
-            self._inbox.append(lambda: self._admit(key, request, params, matcher, bad_words))
+            self._inbox.append(
+                lambda: self._admit(key, request, params, matcher, bad_words, adapter)
+            )
             self._changed.notify()
 
     def _matcher(self, request: GenerateRequest, constraint: Constraint) -> Matcher:
@@ -192,6 +203,15 @@ class ReferenceEngine:
             raise RequestError("the reference engine enforces no constraints here", "constraint")
         done = len(request.token_ids) - request.generated_prefix
         return self._grammars.matcher(constraint, request.token_ids[done:])
+
+    def _adapter(self, asked: AdapterIdentity) -> LoraAdapter:
+        if self._adapters is None:
+            raise RequestError(f"this model is served without adapters, here {asked}", "model")
+        return self._adapters.get(asked, self._used_adapters)
+
+    def _used_adapters(self) -> set[str]:
+        with self._changed:
+            return set(self._adapted.values())
 
     def _bad_words(self, request: GenerateRequest) -> list[Many[int]]:
         """Their tokens, at the beginning of a text and after a space."""
@@ -209,6 +229,7 @@ class ReferenceEngine:
         """Stop a request and free its blocks before the next step. No effect if unknown."""
         with self._changed:
             self._live.discard(key)
+            self._adapted.pop(key, None)
             self._pending.pop(key, None)
             self._inbox.append(lambda: self._scheduler.remove(key))
             self._changed.notify()
@@ -281,7 +302,9 @@ class ReferenceEngine:
         with self._changed:
             # Requests aborted while the step ran emit nothing more.
             deltas = [(key, delta) for key, delta in deltas if key in self._live]
-            self._live -= {key for key, delta in deltas if delta.finish_reason is not None}
+            for key in [key for key, delta in deltas if delta.finish_reason is not None]:
+                self._live.discard(key)
+                self._adapted.pop(key, None)
             self._load = self._current_load()
         return deltas
 
@@ -298,6 +321,7 @@ class ReferenceEngine:
         params: TransferParams | None,
         matcher: Matcher | None,
         bad_words: Many[Many[int]],
+        adapter: LoraAdapter | None,
     ) -> None:
         if self._pending.get(key) is not request:  # aborted before it was admitted
             if self._handover is not None and params is not None:
@@ -310,6 +334,7 @@ class ReferenceEngine:
         sequence = Sequence.start(key, request, self._arrivals, seed, self._identity, groups)
         sequence.matcher = matcher
         sequence.bad_words = bad_words
+        sequence.adapter = adapter
         self._arrivals += 1
         if self._handover is not None and params is not None:
             problem = self._handover.begin(sequence, params)

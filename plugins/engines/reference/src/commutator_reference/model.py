@@ -21,9 +21,11 @@ from commutator_reference.llama import (
     gguf_config,
     hf_config,
 )
+from commutator_reference.lora import Adapted, add_to, rows_by_adapter
 from commutator_reference.scheduler import Chunk
 from commutator_reference.weights import (
     LayerWeights,
+    Linear,
     LlamaWeights,
     build_weights,
     gguf_tensors,
@@ -74,6 +76,7 @@ class Batch:
     """Which request each of ``sample_rows`` belongs to."""
     scored: tuple[tuple[Chunk, slice], ...] = ()
     """The chunks that score their prompt, and the rows of their tokens."""
+    adapted: Adapted = ()
 
 
 def build_batch(chunks: Sequence[Chunk], arena: KVArena, dtype: torch.dtype) -> Batch:
@@ -113,6 +116,7 @@ def build_batch(chunks: Sequence[Chunk], arena: KVArena, dtype: torch.dtype) -> 
         sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),
         sample_keys=tuple(chunk.key for chunk in ordered if chunk.samples),
         scored=tuple(scored),
+        adapted=rows_by_adapter(((len(c.token_ids), c.adapter) for c in ordered), device),
     )
 
 
@@ -295,17 +299,23 @@ class _Layer:
         config, weights = self._config, self._weights
         norm = weights.attention_norm
         normed = rms_norm(x, norm.shape, norm, config.norm_epsilon)
-        qkv = weights.qkv(normed).view(len(x), -1, config.head_size)
+        qkv = self._project("qkv", weights.qkv, normed, batch)
+        qkv = qkv.view(len(x), -1, config.head_size)
         rotate_(qkv[:, : config.num_heads + config.num_kv_heads], *tables)
         arena.write(
             self._index, batch.write_blocks, batch.write_offsets, qkv[:, config.num_heads :]
         )
-        x += weights.attention_output(self._attend(qkv, batch, arena))
+        attended = self._attend(qkv, batch, arena)
+        x += self._project("attention_output", weights.attention_output, attended, batch)
 
         norm = weights.mlp_norm
         normed = rms_norm(x, norm.shape, norm, config.norm_epsilon)
-        gate, up = weights.gate_up(normed).chunk(2, dim=-1)
-        x += weights.down(silu(gate) * up)
+        gate, up = self._project("gate_up", weights.gate_up, normed, batch).chunk(2, dim=-1)
+        x += self._project("down", weights.down, silu(gate) * up, batch)
+
+    def _project(self, name: str, weight: Linear, x: Tensor, batch: Batch) -> Tensor:
+        made = weight(x)
+        return add_to(made, x, batch.adapted, self._index, name) if batch.adapted else made
 
     def _attend(self, qkv: Tensor, batch: Batch, arena: KVArena) -> Tensor:
         """[tokens, heads * head size]. Query heads are grouped under the KV head they share."""

@@ -27,7 +27,7 @@ def support(model: ModelKv) -> KvSupport:
         tiers=_YES,
         handover=_YES if model.model_type == "llama" else one_size,
         migration=_YES,
-        adapters=Verdict("no", "it loads no adapters"),
+        adapters=_YES if model.model_type == "llama" else Verdict("no", "it adapts Llama only"),
         routing=_YES
         if model.is_plain
         else Verdict("part", "what windows and states lack is not seen"),

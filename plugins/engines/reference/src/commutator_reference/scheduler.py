@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import define, evolve, field, frozen
 
@@ -32,6 +32,9 @@ from commutator_engine_kit.kv import (
 )
 from commutator_reference.block_pool import NOTHING, BlockPool
 from commutator_reference.constraints import Matcher
+
+if TYPE_CHECKING:
+    from commutator_reference.lora import LoraAdapter
 
 ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
 """Enough where blocks never leave the engine."""
@@ -103,6 +106,8 @@ class Sequence:
     """What the answer follows, at its newest token."""
     bad_words: Many[Many[int]] = ()
     """The tokens of each word that must not be generated."""
+    adapter: LoraAdapter | None = None
+    """What is added to the model's weights for it."""
     prompt_logprobs: list[TokenLogprob] = field(factory=list)
     """Those that are wanted, as far as they were computed."""
 
@@ -266,6 +271,8 @@ class Chunk:
     """Whether log probabilities of the prompt are wanted."""
     others: tuple[tuple[int, ...], ...] = ()
     """As ``block_table``, of the groups of KV after the first."""
+    adapter: LoraAdapter | None = None
+    """As ``Sequence.adapter``."""
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
@@ -528,6 +535,7 @@ class Scheduler:
             samples=end == len(sequence.tokens),
             scores=sequence.request.prompt_logprobs is not None and not sequence.output_length,
             others=tuple(map(tuple, sequence.tables[1:])),
+            adapter=sequence.adapter,
         )
 
 

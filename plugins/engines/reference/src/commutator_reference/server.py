@@ -26,6 +26,7 @@ from commutator_reference.decoder import DecoderModel
 from commutator_reference.engine import ReferenceEngine
 from commutator_reference.families import FAMILIES, load_decoder, model_type
 from commutator_reference.handover import Handover
+from commutator_reference.lora import Adapters, load_adapter
 from commutator_reference.model import LlamaModel, load_model
 from commutator_reference.preflight import missing_for_handover
 from commutator_reference.sampler import OPTIONS
@@ -65,6 +66,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         )
         text = load_text_model(model.source)
         ends = loaded.config.eos_token_ids
+        self._loras = _adapters(loaded, config)
         self._constraints = Grammars(text.tokenizer.to_str, loaded.config.vocab_size, ends)
         super().__init__(
             loaded,
@@ -74,6 +76,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             decode=text.decode,
             encode=partial(text.encode, add_special_tokens=False),
             grammars=self._constraints,
+            adapters=self._loras,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
         self._connector: KvConnector | None = None
@@ -118,6 +121,7 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             continues_answers=True,
             continues_constraints=True,
             constraints=KINDS,
+            adapters=self._loras is not None,
             prompt_logprobs=True,
             request_options=OPTIONS,
             kv_exchange=None if self._connector is None else self._connector.exchange,
@@ -165,7 +169,10 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
         return TransferStatistics() if self._handover is None else self._handover.statistics()
 
     def takes_long(self, request: GenerateRequest) -> bool:
-        return request.constraint is not None
+        if request.constraint is not None:
+            return True
+        adapter, loras = request.adapter, self._loras
+        return adapter is not None and loras is not None and not loras.has(adapter.digest)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -178,6 +185,20 @@ class ReferenceServer(ReferenceEngine, TokenEngine):
             self._connector.close()
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _adapters(model: LlamaModel | DecoderModel, config: ReferenceConfig) -> Adapters | None:
+    """None for the families of ``decoder``, which are computed without adapters."""
+    if not isinstance(model, LlamaModel):
+        return None
+    load = partial(
+        load_adapter,
+        model=model.config,
+        max_rank=config.max_adapter_rank,
+        device=model.device,
+        dtype=model.dtype,
+    )
+    return Adapters(load, config.adapter_places)
 
 
 def _load(path: Path, device: torch.device, dtype: torch.dtype) -> LlamaModel | DecoderModel:

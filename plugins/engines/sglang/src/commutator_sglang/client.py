@@ -54,10 +54,11 @@ from commutator_sglang.messages import (
 
 log = logging.getLogger(__name__)
 
+_ADAPTERS = "/load_lora_adapter"
 PATHS = HttpRelay(
     module=RELAY_MODULE,
     read_paths=("/health", "/model_info", "/server_info", "/v1/loads", "/v1/models"),
-    request_paths=(ABORT, GENERATE, *FORWARDED_PATHS),
+    request_paths=(ABORT, _ADAPTERS, GENERATE, *FORWARDED_PATHS),
 )
 """What the client, and those of front doors on other hosts, ask a server for."""
 _ALIVE = "/model_info"
@@ -71,6 +72,8 @@ _ABORT_AGAIN_S = 0.2
 
 class SglangClient(HttpEngineClient):
     """Talks to the server at ``url``, http://HOST:PORT."""
+
+    adapters_path = _ADAPTERS
 
     def __init__(
         self, url: str, *, kv_events: EventSource | None = None, **access: Unpack[ServerAccess]

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import vllm
 from attrs import evolve
 from pydantic import TypeAdapter
+from vllm.entrypoints.serve.lora.protocol import (
+    LoadLoRAAdapterRequest,
+    UnloadLoRAAdapterRequest,
+)
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from commutator import EngineInfo, EngineLoad, GenerateRequest
-from commutator.errors import EngineOverloadedError, EngineUnavailableError, RequestError
+from commutator import AdapterIdentity, EngineInfo, EngineLoad, GenerateRequest
+from commutator.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    RequestError,
+)
 from commutator_engine_kit.completions import ModelCard, ModelList
+from commutator_engine_kit.model_identity import adapter_digest, changed_files
 from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, event_source
 from commutator_vllm.messages import sampling_fields
 from commutator_vllm.token_engine import Outputs
@@ -39,6 +50,8 @@ class AsyncLlmEngine:
         self._llm = state.engine_client
         self._models = state.openai_serving_models
         self._tasks = tasks
+        self._verified: set[str] = set()
+        """Adapters that were loaded from the files that their digest is of."""
         self._stats = _SchedulerStats()
         self._llm.logger_manager.stat_loggers.append(self._stats)
         self.info = _info(self._llm, state.args, host)
@@ -53,19 +66,37 @@ class AsyncLlmEngine:
             raise ValueError("--disable-log-stats hides the load from routing; remove it")
         return cls(state, await state.engine_client.get_supported_tasks(), host)
 
-    def knows(self, lora_name: str) -> bool:
+    def knows(self, adapter: AdapterIdentity) -> bool:
         """Whether this adapter is loaded. Raises RequestError when it cannot be loaded, either."""
-        if lora_name in self._models.lora_requests:
+        if adapter.source is not None:
+            return adapter.digest in self._verified
+        if adapter.digest in self._models.lora_requests:
             return True
         if not self._models.lora_resolvers:
-            raise RequestError(_no_adapter(lora_name))
+            raise RequestError(_no_adapter(adapter))
         return False
 
-    async def load_adapter(self, lora_name: str) -> None:
-        """Load an adapter by vLLM's resolvers. Raises RequestError when they have none."""
-        await self._models.resolve_lora(lora_name)
-        if lora_name not in self._models.lora_requests:
-            raise RequestError(_no_adapter(lora_name))
+    async def load_adapter(self, adapter: AdapterIdentity) -> None:
+        """Load an adapter, under its digest as name, from its folder or by vLLM's resolvers.
+
+        Raises RequestError when vLLM cannot load it or has none, EngineError when its files have
+        changed.
+        """
+        name, why = adapter.digest, ""
+        if adapter.source is None:
+            await self._models.resolve_lora(name)
+        else:
+            asked = LoadLoRAAdapterRequest(lora_name=name, lora_path=adapter.source)
+            found = await self._models.load_lora_adapter(asked)
+            why = "" if isinstance(found, str) else f": {found.error.message}"
+        if name not in self._models.lora_requests:
+            raise RequestError(_no_adapter(adapter) + why)
+        if adapter.source is not None:
+            digest = await asyncio.to_thread(adapter_digest, Path(adapter.source))
+            if digest != name:  # of what vLLM has just read
+                await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+                raise EngineError(changed_files(adapter))
+            self._verified.add(name)
 
     def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
         """Check a request and register where its outputs go. Returns what ``send`` takes.
@@ -163,8 +194,8 @@ class _SchedulerStats(AggregateStatLoggerBase):  # type: ignore[misc]
         return float(sum(stats.kv_cache_usage for stats in self._latest.values()))
 
 
-def _no_adapter(lora_name: str) -> str:
-    return f"this vLLM server has no adapter {lora_name!r}"
+def _no_adapter(adapter: AdapterIdentity) -> str:
+    return f"this vLLM server has no adapter {adapter}"
 
 
 def _sampling_params(request: GenerateRequest, sees_thoughts: bool, llguidance: bool) -> Any:
@@ -198,4 +229,4 @@ def _info(llm: Any, args: Any, host: str) -> EngineInfo:
     }
     events = event_source(sources, f"http://{host}", None)
     info = engine_info(vllm.__version__, ModelList([card]), facts, events)
-    return evolve(info, pid=os.getpid())
+    return evolve(info, pid=os.getpid(), adapters=llm.vllm_config.lora_config is not None)

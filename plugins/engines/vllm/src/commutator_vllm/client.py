@@ -62,12 +62,13 @@ from commutator_vllm.messages import (
     request_headers,
 )
 
+_ADAPTERS = "/v1/load_lora_adapter"
 PATHS = HttpRelay(
     module=RELAY_MODULE,
     read_paths=(
         *("/health", "/kv_event_sources", "/metrics", "/openapi.json", "/v1/models", "/version"),
     ),
-    request_paths=(GENERATE, CLASSIFY, *FORWARDED_PATHS),
+    request_paths=(_ADAPTERS, CLASSIFY, GENERATE, *FORWARDED_PATHS),
 )
 """What the client, and those of front doors on other hosts, ask a server for."""
 
@@ -78,6 +79,8 @@ _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
 
 class VllmClient(HttpEngineClient):
     """Talks to the server at ``url``, http://HOST:PORT."""
+
+    adapters_path = _ADAPTERS
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         raise ConfigError(found, config.where)
     arguments = server_arguments(config, context, directory_for(source))
     group = context.group
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host, **_own_calls(config)}
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host, **_switches(config)}
     if group is not None:
         arguments = (*arguments, *_group_arguments(group))
     elif not argument_names(config.args, _NEEDS.ours, config.where) & _SEVERAL_HOSTS:
@@ -146,9 +146,14 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     return server_plan(config, context, command, env, address)
 
 
-def _own_calls(config: VllmConfig) -> dict[str, str]:
-    """The environment in which vLLM's own forced calls are schemas, not xgrammar's tags."""
-    return {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"} if config.enforces_with_llguidance else {}
+def _switches(config: VllmConfig) -> dict[str, str]:
+    """The environment in which vLLM does what front doors ask for."""
+    found = {}
+    if config.enforces_with_llguidance:  # its own forced calls are schemas, not xgrammar's tags
+        found["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
+    if "--enable-lora" in argument_names(config.args, _NEEDS.ours, config.where):
+        found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # an adapter is loaded when it is needed
+    return found
 
 
 def server_arguments(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import evolve
 
 from commutator import (
+    AdapterIdentity,
     EngineInfo,
     EngineLoad,
     FinishReason,
@@ -160,20 +161,20 @@ class VllmTokenEngine(TokenEngine):
 
     def submit(self, key: int, request: GenerateRequest) -> None:
         outputs = Outputs(self, key, request)
-        name = request.adapter_digest
-        if name is not None and not self._engine.knows(name):
+        adapter = request.adapter
+        if adapter is not None and not self._engine.knows(adapter):
             self._registered[key] = outputs
-            self._run(self._with_adapter(key, request, outputs, name))
+            self._run(self._with_adapter(key, request, outputs, adapter))
             return
         registered = self._call(lambda: self._engine.register(request, outputs))
         self._registered[key] = outputs
         self._run(self._send(key, registered))
 
     async def _with_adapter(
-        self, key: int, request: GenerateRequest, outputs: Outputs, name: str
+        self, key: int, request: GenerateRequest, outputs: Outputs, adapter: AdapterIdentity
     ) -> None:
         try:
-            await self._engine.load_adapter(name)
+            await self._engine.load_adapter(adapter)
             if key not in self._registered:
                 return  # aborted meanwhile
             registered = self._call(lambda: self._engine.register(request, outputs))

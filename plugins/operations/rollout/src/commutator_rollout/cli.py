@@ -17,7 +17,7 @@ from commutator.errors import CommutatorError
 from commutator_console.front_door import FrontDoor, LostError, front_door_options
 from commutator_rollout.plugin import PATH
 
-_APPLY_S = 900.0
+APPLY_S = 900.0
 """The deployment may have to download a model before it accepts a file."""
 _POLL_S = 0.3
 _DIFFERS = 3
@@ -81,11 +81,11 @@ def apply(
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
     body = _body(files, sets, forget=forget_changes, why=why) | {"dry_run": dry_run}
-    report = door.administer("POST", f"{PATH}/apply", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/apply", body, timeout_s=APPLY_S)
     if as_json and not wait:
         click.echo(json.dumps(report, indent=2))
     elif not as_json:
-        _show_report(report)
+        show_report(report)
     if dry_run:
         return
     if not report["accepted"]:
@@ -124,11 +124,11 @@ def diff(
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
     body = _body(files, sets, forget=forget_changes, why="")
-    report = door.administer("POST", f"{PATH}/diff", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/diff", body, timeout_s=APPLY_S)
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
-        _show_report(report)
+        show_report(report)
     if report["changes"] or report["workers"]:
         sys.exit(_DIFFERS)
     if not as_json:
@@ -193,11 +193,11 @@ def undo(
     It becomes a new generation, and what was set by --set since is undone with the rest.
     """
     body = {"to": to, "why": why}
-    report = door.administer("POST", f"{PATH}/undo", body, timeout_s=_APPLY_S)
+    report = door.administer("POST", f"{PATH}/undo", body, timeout_s=APPLY_S)
     if as_json and not wait:
         click.echo(json.dumps(report, indent=2))
     elif not as_json:
-        _show_report(report)
+        show_report(report)
         click.echo(f"generation {report['generation']} is accepted")
     if wait:
         _wait(door, report["generation"], timeout_s, as_json=as_json)
@@ -255,7 +255,8 @@ _EFFECTS = {
 }
 
 
-def _show_report(report: Mapping[str, Any]) -> None:
+def show_report(report: Mapping[str, Any]) -> None:
+    """Print what a change does: to options, front doors and workers."""
     for one in report["changes"]:
         effect = _EFFECTS.get(one["takes_effect"], one["takes_effect"])
         click.echo(f"{one['path']}: {_value(one['before'])} -> {_value(one['after'])}  ({effect})")

@@ -19,6 +19,7 @@ def command_register(register: CommandRegister) -> None:
         ("apply", "cli", "Change a running deployment to what a file describes."),
         ("diff", "cli", "Show what apply would change, and what that costs."),
         ("rollout", "cli", "Show, pause, resume or undo a change; list the last ones."),
+        ("adapter", "adapter", "Serve LoRA adapters beside a running model; list them."),
         ("worker", "worker", "List workers; drain one, change its role; run some of a cluster."),
         ("key", "key", "Create an API key for a principal."),
         ("cluster", "cluster", "List and drain workers of all hosts."),

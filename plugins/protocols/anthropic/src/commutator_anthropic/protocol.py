@@ -88,7 +88,7 @@ class _Mounted(MountedProtocol):
                     longest = plan.requests[0].sampling.max_tokens
                     return MessageWriter(
                         call.request_id,
-                        plan.model,
+                        plan.name,
                         plan.prompt_tokens,
                         fills_context=longest < (generate.max_tokens or 0),
                         marked_tokens=_marked_tokens(plan, call.services),

@@ -115,7 +115,7 @@ async def _infer(call: Call, model: str, version: str) -> None:
             inference = await call.off_loop(len(body), read)
 
         def writer(plan: Plan, inference: Inference) -> AnswerWriter:
-            form = JsonForm(inference, plan.model)
+            form = JsonForm(inference, plan.name)
             answers, echoes = len(plan.requests), plan.echoes or ()
             return TensorWriter(form, answers, echoes, call.answer_headers)
 
@@ -143,6 +143,6 @@ async def _generate(call: Call, model: str, version: str, *, streams: bool) -> N
 
         def writer(plan: Plan, inference: Inference) -> AnswerWriter:
             answers, echoes = len(plan.requests), plan.echoes or ()
-            return GenerateWriter(inference, plan.model, answers, echoes)
+            return GenerateWriter(inference, plan.name, answers, echoes)
 
         await serve(call, inference, limit, None, writer, streams=streams)

@@ -108,7 +108,7 @@ async def _stream_infer(call: Call) -> None:
 
 def _writer(call: Call, form: type[MessageForm], plan: Plan, inference: Inference) -> AnswerWriter:
     return TensorWriter(
-        form(inference, plan.model),
+        form(inference, plan.name),
         len(plan.requests),
         plan.echoes or (),
         call.answer_headers,

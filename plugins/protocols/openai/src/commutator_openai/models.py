@@ -154,12 +154,15 @@ async def retrieve_model(call: Call) -> None:
 
 
 def _card(services: FrontendServices, name: str, principal: Principal) -> ModelCard:
+    traffic, means = services.traffic, services.meant(name, principal)
+    adapter = None if traffic is None else traffic.adapter(name, means[0])
     return ModelCard(
         id=name,
         object="model",
         created=services.started_unix_s,
         owned_by="commutator",
         max_model_len=services.least_model_len(name, principal),
+        parent=None if adapter is None else means[0],
     )
 
 

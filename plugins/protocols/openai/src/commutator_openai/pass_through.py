@@ -146,6 +146,8 @@ class PassThrough:
     async def _pass(self, call: Call, body: dict[str, Any], model: str, _: TextModel) -> None:
         """The worker's answer, unchanged, to the request as far as its principal has the right."""
         services = call.services
+        if call.adapter is not None:
+            raise RequestError(f"model: adapter {call.adapter} answers no {call.path}", "model")
         check = partial(check_media, body, self.media_hosts)
         await call.off_loop(len(call.body), check)
         body = _within_rights(call.principal, call.endpoint, body)

@@ -164,6 +164,8 @@ async def pool(call: Call, asked: Asked, limit: TimeLimit) -> Pooled:
 async def _pool(call: Call, asked: Asked, limit: TimeLimit, name: str, text: TextModel) -> Pooled:
     """By the model that is to serve the request now."""
     services = call.services
+    if call.adapter is not None:
+        raise RequestError(f"model: adapter {call.adapter} answers no {call.path}", "model")
     priority = allowed_priority(call.principal, asked.priority)
     longest = services.max_model_len(name, call.principal)
     inputs: list[_Tokenized] = []

@@ -186,6 +186,7 @@ class ModelCard:
     created: int = setting("Unix time in seconds at which this front door started.")
     owned_by: str = setting("Who serves it.")
     max_model_len: int = setting("Longest prompt plus answer in tokens.")
+    parent: str | None = setting("Of an adapter: the model that it adapts.", None)
 
 
 @frozen(slots=False)

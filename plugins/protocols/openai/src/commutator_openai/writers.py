@@ -166,7 +166,7 @@ class _Writer(AnswerWriter):
 
     def __init__(self, request_id: str, plan: Plan, *, shown: Shown) -> None:
         self.id = self.id_prefix + request_id
-        self.model = plan.model
+        self.model = plan.name
         self.created = int(time.time())
         self.shown = shown
         self.plan = plan

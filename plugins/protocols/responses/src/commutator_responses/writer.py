@@ -146,7 +146,7 @@ class ResponseWriter(AnswerWriter):
         self._plan = plan
         self._token_ids: list[int] | None = [] if plan.rules.token_ids else None
         """Those of the answer, where the client wants them."""
-        self._response = new_response(key, plan.model, echo, plan.requests[0].sampling)
+        self._response = new_response(key, plan.name, echo, plan.requests[0].sampling)
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: _Open | None = None
         self._text_delta = b""

@@ -11,6 +11,7 @@ from attrs import Attribute, evolve, frozen
 
 from commutator.contract.settings import Bounds, PositiveInt, PositiveSeconds, setting
 from commutator.contract.traffic import TrafficConfig
+from commutator_traffic.adapters import missing_files
 
 Reason = Literal["no_worker", "overload", "context_length", "error"]
 """Why a model could not serve a request: none of its workers is there; it was refused because too
@@ -116,8 +117,19 @@ class AliasConfig:
 
 
 @frozen(kw_only=True)
+class AdapterConfig:
+    """A LoRA adapter, which clients ask for by its name, as for a model."""
+
+    model: str = setting("The model that it adapts, one of `models`.")
+    source: str = setting(
+        "Its folder, as PEFT writes it. Front doors and workers read it at the same path, absolute "
+        "or from the folder that they were started in; workers when they need it."
+    )
+
+
+@frozen(kw_only=True)
 class TableConfig(TrafficConfig):
-    """Aliases."""
+    """Aliases and adapters."""
 
     aliases: Mapping[str, AliasConfig] = setting(
         "By name. A request that names no model asks for `default`. A name may be that of a model, "
@@ -125,9 +137,16 @@ class TableConfig(TrafficConfig):
         {},
     )
 
+    adapters: Mapping[str, AdapterConfig | None] = setting(
+        "By name, which is neither a model's nor an alias; null: it is served no more. Who may use "
+        "the model may use its adapters.",
+        {},
+    )
+
     def problems(self, config: Any) -> Iterator[tuple[str, str]]:
-        """Aliases of models that are not served, and canaries that nobody judges."""
+        """Aliases and adapters of models that are not served; canaries that nobody judges."""
         models = [model.name for model in config.models]
+        yield from self._adapter_problems(models)
         if config.operations is None:
             judged = find_spec("commutator_rollout") is not None
         else:
@@ -148,6 +167,20 @@ class TableConfig(TrafficConfig):
                 if model not in models:
                     text = f'no model is named "{model}"; known models: {known}'
                     yield f"aliases.{name}.{path}", text
+
+    def _adapter_problems(self, models: Sequence[str]) -> Iterator[tuple[str, str]]:
+        for name, adapter in self.adapters.items():
+            if adapter is None:
+                continue
+            if name in models or name in self.aliases:
+                taken = "a model" if name in models else "an alias"
+                yield f"adapters.{name}", f"{taken} has this name already"
+            if adapter.model not in models:
+                known = ", ".join(sorted(models))
+                text = f'no model is named "{adapter.model}"; known models: {known}'
+                yield f"adapters.{name}.model", text
+            if missing := missing_files(adapter.source):
+                yield f"adapters.{name}.source", missing
 
     def held(self, names: Collection[str]) -> TableConfig:
         """The same with no requests yet for the canaries of the aliases ``names``."""

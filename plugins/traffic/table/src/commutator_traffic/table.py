@@ -1,9 +1,10 @@
-"""The table of aliases by which a front door finds the model of a request."""
+"""The table of aliases and adapters by which a front door finds the model of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from commutator.contract.request import AdapterIdentity
 from commutator.contract.traffic import FallBack, Traffic
 from commutator.errors import (
     CommutatorError,
@@ -13,6 +14,7 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
+from commutator_traffic.adapters import identity
 from commutator_traffic.config import Reason, TableConfig
 from commutator_traffic.shares import choose
 
@@ -22,23 +24,34 @@ _FULL_ITSELF = "too_much_work"
 
 
 class Table(Traffic):
-    """Aliases as the configuration has them."""
+    """Aliases and adapters as the configuration has them."""
 
     def __init__(self, config: TableConfig) -> None:
         self._aliases = config.aliases
-        self.aliases: Mapping[str, Sequence[str]] = {
+        self.aliases: dict[str, Sequence[str]] = {
             name: tuple(model for model, weight in alias.models.items() if weight > 0)
             for name, alias in config.aliases.items()
         }
+        self._adapters: dict[str, AdapterIdentity] = {}
+        for name, adapter in config.adapters.items():
+            if adapter is not None:
+                self.aliases[name] = (adapter.model,)
+                self._adapters[name] = identity(name, adapter.source)
 
     def chosen(self, alias: str, key: str, usable: Sequence[str]) -> str | None:
+        if alias in self._adapters:
+            return next((model for model in self.aliases[alias] if model in usable), None)
         weights = self._aliases[alias].models
         return choose({name: one for name, one in weights.items() if name in usable}, key)
+
+    def adapter(self, alias: str, model: str) -> AdapterIdentity | None:
+        found = self._adapters.get(alias)
+        return found if found is not None and model in self.aliases[alias] else None
 
     def after(
         self, alias: str, tried: Sequence[str], error: CommutatorError, usable: Sequence[str]
     ) -> FallBack | None:
-        if (reason := reason_of(error)) is None:
+        if (reason := reason_of(error)) is None or alias in self._adapters:
             return None
         for one in self._aliases[alias].fall_back:
             if reason in one.when and one.model in usable and one.model not in tried:
