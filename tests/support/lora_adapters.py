@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,24 @@ def _model(base: Path) -> Any:
     import transformers
 
     return transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def write_adapter(folder: Path, seed: int, *, strength: float = 0.05) -> Path:
+    """An adapter of SmolLM2-135M, of random numbers, without PEFT."""
+    from safetensors.torch import save_file
+
+    rank, hidden, layers, parts = 8, 576, 30, {"q": 576, "v": 192}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(layers):
+        for part, size in parts.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_"
+            down = torch.randn(rank, hidden, generator=generator)
+            tensors[f"{name}A.weight"] = down * strength
+            tensors[f"{name}B.weight"] = torch.randn(size, rank, generator=generator) * strength
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = [f"{part}_proj" for part in parts]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
