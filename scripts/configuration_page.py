@@ -154,7 +154,7 @@ def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None)
                 yield f"## `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)
                 if register.seam == "traffic":
-                    yield from inner("traffic.aliases", cls)
+                    yield from inner(f"traffic.{field.name}", cls)
 
 
 def stages(option: str, base: Any, register: Any) -> Iterator[str]:

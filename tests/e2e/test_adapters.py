@@ -18,7 +18,11 @@ from commutator_scaffold.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "The sea is a place where people can " * 6
+PROMPT = (
+    "The harbour was quiet at dawn. Two fishermen mended nets while gulls circled the old crane, "
+    "and a ferry left for the islands with bread, letters and a piano. Nobody on the quay knew who "
+    "had ordered the piano, but everybody agreed that"
+)
 WORKER = {
     "kind": "reference",
     "kv_cache_bytes": "64MiB",
@@ -42,7 +46,7 @@ def deployment(folder: Path) -> dict[str, Any]:
 
 
 async def ask(session: aiohttp.ClientSession, model: str, prompt: str = PROMPT) -> dict[str, Any]:
-    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     async with session.post("/v1/completions", json=body) as answer:
         said: dict[str, Any] = await answer.json()
         assert answer.status == 200, said
@@ -60,7 +64,7 @@ def cached(said: dict[str, Any]) -> int:
     return tokens
 
 
-def adapter(cluster: LocalCluster, *arguments: str) -> str:
+def command(cluster: LocalCluster, *arguments: str) -> str:
     done = CliRunner().invoke(main, ["adapter", *arguments, "--url", cluster.url])
     assert done.exit_code == 0, done.output
     return done.output
@@ -90,14 +94,14 @@ async def test_adapters_come_and_go_under_requests_and_never_mix(tmp_path: Path)
 
             running = [asyncio.create_task(go_on(name)) for name in ("smol", "sql")]
             third = write_adapter(tmp_path / "third", 7)
-            said = await asyncio.to_thread(adapter, cluster, "load", "third", str(third))
+            said = await asyncio.to_thread(command, cluster, "load", "third", str(third))
             assert "traffic.adapters.third" in said
             answers = [await ask(session, "third") for _ in range(2)]
             assert cached(answers[0]) == 0, "nobody else's blocks"
             assert len({text_of(one) for one in answers} | {*first.values()}) == 4
-            listed = json.loads(await asyncio.to_thread(adapter, cluster, "ls", "--json"))
+            listed = json.loads(await asyncio.to_thread(command, cluster, "ls", "--json"))
             assert {one["name"] for one in listed} == {"sql", "poem", "third"}
-            await asyncio.to_thread(adapter, cluster, "unload", "third")
+            await asyncio.to_thread(command, cluster, "unload", "third")
             async with session.post(
                 "/v1/completions", json={"model": "third", "prompt": "Hi"}
             ) as answer:
@@ -114,7 +118,7 @@ async def test_a_prompt_is_handed_over_with_its_adapter(tmp_path: Path) -> None:
         {**WORKER, "name": "prefill", "role": "prefill"},
         {**WORKER, "name": "decode", "role": "decode"},
     ]
-    config["disaggregation"] = {"policy": {"kind": "always"}}
+    config["disaggregation"] = {"kind": "always"}
     with LocalCluster(config, joins=False) as cluster:
         wait_for_workers(cluster, 3)
         async with aiohttp.ClientSession(cluster.url) as session:
@@ -122,4 +126,12 @@ async def test_a_prompt_is_handed_over_with_its_adapter(tmp_path: Path) -> None:
                 found = {text_of(await ask(session, name)) for _ in range(4)}
                 assert len(found) == 1, "by one worker, or by two"
             metrics = await (await session.get("/metrics")).text()
-        assert "commutator_disagg" in metrics
+        legs = [
+            line
+            for line in metrics.splitlines()
+            if line.startswith("commutator_handover_legs_total{")
+            and 'leg="decode"' in line
+            and 'outcome="done"' in line
+        ]
+        (found,) = legs
+        assert float(found.split()[-1]) >= 3, "some of each were handed over"

@@ -13,7 +13,7 @@ from tests.support.traffic_checks import deployment_of
 
 from commutator import FinishReason, TokenDelta
 from commutator.contract.principal import Principal
-from commutator.errors import ConfigError, EngineUnavailableError
+from commutator.errors import EngineUnavailableError
 from commutator_anthropic.protocol import AnthropicConfig
 from commutator_engine_kit.model_identity import adapter_digest
 from commutator_kserve.protocol import KserveConfig
@@ -66,8 +66,8 @@ def test_other_content_is_another_adapter(tmp_path: Path) -> None:
     (tmp_path / "sql" / "adapter_config.json").unlink()
     (tmp_path / "sql" / "adapter_model.safetensors").unlink()
     (tmp_path / "sql").rmdir()
-    with pytest.raises(ConfigError, match="sql"):
-        Table(config_of(tmp_path / "sql"))
+    gone = Table(config_of(tmp_path / "sql", aliases={"both": AliasConfig(models={"v1": 1})}))
+    assert gone.aliases == {"both": ("v1",)}, "the rest is served"
 
 
 def test_what_is_wrong_is_said_where_it_stands(tmp_path: Path) -> None:
@@ -80,10 +80,11 @@ def test_what_is_wrong_is_said_where_it_stands(tmp_path: Path) -> None:
     assert problems(config_of(folder)) == []
     ((path, text),) = problems(config_of(folder, model="v9"))
     assert (path, "known models: sql2, v1" in text) == ("adapters.sql.model", True)
-    ((path, text),) = problems(config_of(tmp_path / "none"))
+    assert [*config_of(folder).missing()] == []
+    ((path, text),) = config_of(tmp_path / "none").missing()
     assert (path, "no folder" in text) == ("adapters.sql.source", True)
     (folder / "adapter_model.safetensors").unlink()
-    ((_, text),) = problems(config_of(folder))
+    ((_, text),) = config_of(folder).missing()
     assert text.endswith("has no adapter_model.safetensors")
     write(folder)
     ((path, text),) = problems(config_of(folder, aliases={"sql": AliasConfig(models={"v1": 1})}))

@@ -12,10 +12,11 @@ import click
 
 from commutator.errors import CommutatorError
 from commutator_console.front_door import FrontDoor, front_door_options
-from commutator_rollout.cli import APPLY_S, print_table, show_report
+from commutator_rollout.cli import APPLY_S, print_table, show_report, wait_for
 from commutator_rollout.plugin import PATH
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_/:-]{0,127}")
+_WAIT_S = 120.0
 _why = click.option("--why", default="", metavar="TEXT", help="The reason, for the history.")
 
 
@@ -73,7 +74,9 @@ def _set(door: FrontDoor, change: str, why: str) -> None:
     body = {"tree": None, "sets": [change], "forget": False, "why": why, "source": ""}
     report = door.administer("POST", f"{PATH}/apply", body | {"dry_run": False}, timeout_s=APPLY_S)
     show_report(report)
-    if not report["accepted"]:
+    if report["accepted"]:
+        wait_for(door, report["generation"], _WAIT_S, as_json=False)
+    else:
         click.echo(f"generation {report['generation']} stays: nothing changes")
 
 

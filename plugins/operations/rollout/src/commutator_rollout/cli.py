@@ -95,7 +95,7 @@ def apply(
     if not as_json:
         click.echo(f"generation {report['generation']} is accepted")
     if wait:
-        _wait(door, report["generation"], timeout_s, as_json=as_json)
+        wait_for(door, report["generation"], timeout_s, as_json=as_json)
 
 
 @click.command(
@@ -152,7 +152,7 @@ def status(door: FrontDoor, wait: bool, timeout_s: float, as_json: bool) -> None
     """
     found = door.administer("GET", PATH)
     if wait:
-        _wait(door, found["generation"], timeout_s, as_json=as_json)
+        wait_for(door, found["generation"], timeout_s, as_json=as_json)
     elif as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -200,7 +200,7 @@ def undo(
         show_report(report)
         click.echo(f"generation {report['generation']} is accepted")
     if wait:
-        _wait(door, report["generation"], timeout_s, as_json=as_json)
+        wait_for(door, report["generation"], timeout_s, as_json=as_json)
 
 
 @rollout.command(epilog="Example: commutator rollout history")
@@ -333,7 +333,7 @@ def _headline(found: Mapping[str, Any]) -> str:
     return text + (f": {found['cause']}" if found["cause"] else "")
 
 
-def _wait(door: FrontDoor, generation: int, timeout_s: float, *, as_json: bool) -> None:
+def wait_for(door: FrontDoor, generation: int, timeout_s: float, *, as_json: bool) -> None:
     """Show progress until ``generation`` runs completely; exits otherwise as documented."""
     deadline_s, said = time.monotonic() + timeout_s, ""
     while True:

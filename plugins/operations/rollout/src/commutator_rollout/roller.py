@@ -834,6 +834,9 @@ def _check(loaded: Loaded) -> None:
     """Raises ConfigError with what this machine lacks."""
     fetch_models(loaded.config)
     check_machine(loaded.config, loaded.host)
+    table = loaded.config.traffic
+    if isinstance(table, TableConfig) and (missing := list(table.missing())):
+        raise ConfigError([f"traffic.{path}: {text}" for path, text in missing])
 
 
 def _applies(generation: Generation, one: NamedChange) -> bool:

@@ -6,7 +6,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from commutator.contract.request import AdapterIdentity
-from commutator.errors import ConfigError
 from commutator_engine_kit.model_identity import adapter_digest
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -24,16 +23,12 @@ def missing_files(source: str) -> str | None:
 def identity(name: str, source: str) -> AdapterIdentity:
     """The adapter in a folder, of which every byte is read, once while the files stay the same.
 
-    Raises ConfigError for a folder that cannot be read.
+    Raises OSError for a folder that cannot be read.
     """
     folder = Path(source).absolute()
-    try:
-        stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-        state = tuple((name, one.st_mtime_ns, one.st_size, one.st_ino) for name, one in stats)
-        digest = _digest(folder, state)
-    except OSError as error:
-        raise ConfigError([str(error)], f"traffic.adapters.{name}.source") from None
-    return AdapterIdentity(name=name, digest=digest, source=str(folder))
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    state = tuple((name, one.st_mtime_ns, one.st_size, one.st_ino) for name, one in stats)
+    return AdapterIdentity(name=name, digest=_digest(folder, state), source=str(folder))
 
 
 @lru_cache(256)

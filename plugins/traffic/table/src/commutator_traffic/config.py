@@ -179,8 +179,12 @@ class TableConfig(TrafficConfig):
                 known = ", ".join(sorted(models))
                 text = f'no model is named "{adapter.model}"; known models: {known}'
                 yield f"adapters.{name}.model", text
-            if missing := missing_files(adapter.source):
-                yield f"adapters.{name}.source", missing
+
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """(path, what is wrong) of adapters whose files are not on this machine."""
+        for name, adapter in self.adapters.items():
+            if adapter is not None and (text := missing_files(adapter.source)) is not None:
+                yield f"adapters.{name}.source", text
 
     def held(self, names: Collection[str]) -> TableConfig:
         """The same with no requests yet for the canaries of the aliases ``names``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from commutator.contract.request import AdapterIdentity
@@ -17,6 +18,8 @@ from commutator.errors import (
 from commutator_traffic.adapters import identity
 from commutator_traffic.config import Reason, TableConfig
 from commutator_traffic.shares import choose
+
+log = logging.getLogger(__name__)
 
 _TOO_LONG = "context_length_exceeded"
 _FULL_ITSELF = "too_much_work"
@@ -34,9 +37,14 @@ class Table(Traffic):
         }
         self._adapters: dict[str, AdapterIdentity] = {}
         for name, adapter in config.adapters.items():
-            if adapter is not None:
-                self.aliases[name] = (adapter.model,)
+            if adapter is None:
+                continue
+            try:
                 self._adapters[name] = identity(name, adapter.source)
+            except OSError as error:  # the others are served all the same
+                log.warning("traffic.adapters.%s is not served: %s", name, error)
+            else:
+                self.aliases[name] = (adapter.model,)
 
     def chosen(self, alias: str, key: str, usable: Sequence[str]) -> str | None:
         if alias in self._adapters:
