@@ -94,8 +94,8 @@ async def test_adapters_come_and_go_under_requests_and_never_mix(tmp_path: Path)
 
             running = [asyncio.create_task(go_on(name)) for name in ("smol", "sql")]
             third = write_adapter(tmp_path / "third", 7)
-            said = await asyncio.to_thread(command, cluster, "load", "third", str(third))
-            assert "traffic.adapters.third" in said
+            loaded = await asyncio.to_thread(command, cluster, "load", "third", str(third))
+            assert "traffic.adapters.third" in loaded
             answers = [await ask(session, "third") for _ in range(2)]
             assert cached(answers[0]) == 0, "nobody else's blocks"
             assert len({text_of(one) for one in answers} | {*first.values()}) == 4
@@ -133,5 +133,5 @@ async def test_a_prompt_is_handed_over_with_its_adapter(tmp_path: Path) -> None:
             and 'leg="decode"' in line
             and 'outcome="done"' in line
         ]
-        (found,) = legs
-        assert float(found.split()[-1]) >= 3, "some of each were handed over"
+        (leg,) = legs
+        assert float(leg.split()[-1]) >= 3, "some of each were handed over"
