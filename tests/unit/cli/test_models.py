@@ -94,7 +94,7 @@ def test_config_check_says_what_the_engine_does_with_the_model(qwen: Path) -> No
     notes = [line for line in done.stdout.splitlines() if line.startswith("engines[")]
     assert "engines[0] (next): qwen3_next: 36 recurrent, 12 full" in notes
     assert "engines[0] (next): runs, tiers, migration: yes" in notes
-    assert "engines[0] (next): adapters: no, it loads no adapters" in notes
+    assert "engines[0] (next): adapters: no, it adapts Llama only" in notes
     assert not any(note.startswith("engines[1]") for note in notes)  # it is alike
 
 

@@ -79,7 +79,7 @@ class LoopWatch:
             if asked_s is not None:
                 if now_s - asked_s > LONG_TURN_S / 2:
                     running = sys._current_frames().get(self._watched)  # noqa: SLF001 - public
-                    self._seen = _what_runs(running)
+                    self._seen = _what_runs(running) or self._seen
             elif now_s - before_s > _BUSY * _LOOK_S:
                 self._seen, self._asked_s = "", now_s
                 try:
@@ -103,4 +103,4 @@ def _what_runs(frame: FrameType | None) -> str:
         code = frame.f_code
         names.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_name}")
         frame = frame.f_back
-    return " < ".join(names)
+    return "" if names[:1] == ["selectors.select"] else " < ".join(names)  # the turn is over
