@@ -37,7 +37,7 @@ async def main(config: str) -> None:
     with LocalCluster(config) as cluster:
         async with ClientSession(cluster.url) as session, asyncio.TaskGroup() as group:
             for number in range(4):
-                tokens = 300 + 100 * number  # so that they end one after the other
+                tokens = 300 << number  # so that they end one after the other
                 group.create_task(ask(session, f"running {number}", 0, tokens))
             await until(session, 4, 0)
             for number, priority in enumerate([0, 5, -1, 0]):

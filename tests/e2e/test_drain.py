@@ -57,7 +57,7 @@ async def drained_in_turn(seconds: float) -> None:
         url, stop = cluster.url, asyncio.Event()
         running = asyncio.create_task(traffic(url, 8, stop))
         began_s, turns = time.monotonic(), 0
-        while time.monotonic() - began_s < seconds:
+        while time.monotonic() - began_s < seconds or turns < 3:
             worker = f"w-{turns % 3}"
             said = await asyncio.to_thread(command, "drain", worker, "--url", url, "--wait", "20")
             assert said == f"{worker} gets no new requests and has none left\n"
@@ -70,7 +70,6 @@ async def drained_in_turn(seconds: float) -> None:
         seen = await running
         assert {outcome for _, outcome in seen} == {"complete"}, seen
         assert {worker for worker, _ in seen} == {"w-0", "w-1", "w-2"}
-        assert turns >= 3
 
 
 async def test_nothing_fails_while_workers_are_drained_in_turn() -> None:

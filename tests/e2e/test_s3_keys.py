@@ -109,6 +109,7 @@ def test_keys_are_changed_in_a_running_deployment_without_losing_a_block(
         listed.settle()
         assert listed.tier("s3").published == 5 + 3 + 3
     with KvRig([setup_of(make_tier, codec(NEW))]) as last:
+        last.settle()
         assert last.load(carol.keys) == 3
         assert last.load(bob.keys) == 0
     with KvRig([setup_of(make_tier, codec(NEW, OLD))]) as cleaner:
