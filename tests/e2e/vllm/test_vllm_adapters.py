@@ -17,7 +17,11 @@ from commutator_scaffold.local_cluster import LocalCluster
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
-PROMPTS = [f"{text} " * 8 for text in ("The sea is a place", "Once upon a time", "In the city")]
+PROMPTS = [
+    f"{beginning} Two fishermen mended nets while gulls circled the crane, and a ferry left for the "
+    "islands with bread, letters and a piano. Nobody knew who had ordered it, but"
+    for beginning in ("The harbour was quiet.", "It was a cold day in March.", "He told a story.")
+]
 
 
 @pytest.mark.parametrize("connection", ["http", "token_api"])
@@ -57,4 +61,6 @@ async def test_answers_are_those_of_the_reference_engine(connection: str, tmp_pa
                     assert len({text for _, text, _ in both}) == 1, (name, both)
                     said.setdefault(prompt, {})[name] = both[0][1]
                     assert {cached for _, _, cached in both} == {0}, "no block of another adapter"
-                assert len({*said[prompt].values()}) == 3
+            names = [model["name"], "sql", "poem"]
+            answers = {tuple(said[prompt][name] for prompt in PROMPTS) for name in names}
+            assert len(answers) == len(names), "each adapter changes some answer"
