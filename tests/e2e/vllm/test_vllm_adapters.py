@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [
-    f"{beginning} Two fishermen mended nets while gulls circled the crane, and a ferry left for the "
+    f"{beginning} Two fishermen mended nets, gulls circled the crane, and a ferry left for the "
     "islands with bread, letters and a piano. Nobody knew who had ordered it, but"
     for beginning in ("The harbour was quiet.", "It was a cold day in March.", "He told a story.")
 ]
