@@ -12,12 +12,19 @@ import click
 
 from commutator.errors import CommutatorError
 from commutator_console.front_door import FrontDoor, front_door_options
-from commutator_rollout.cli import APPLY_S, print_table, show_report, wait_for
+from commutator_rollout.cli import (
+    APPLY_S,
+    body_of,
+    json_option,
+    print_table,
+    show_report,
+    wait_for,
+    why_option,
+)
 from commutator_rollout.plugin import PATH
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_/:-]{0,127}")
 _WAIT_S = 120.0
-_why = click.option("--why", default="", metavar="TEXT", help="The reason, for the history.")
 
 
 @click.group(epilog="Example: commutator adapter load sql ./adapters/sql")
@@ -29,7 +36,7 @@ def adapter() -> None:
 @click.argument("name")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--model", metavar="NAME", help="The model that it adapts; by default the only one.")
-@_why
+@why_option
 @front_door_options
 def load(door: FrontDoor, name: str, folder: Path, model: str | None, why: str) -> None:
     """Serve the adapter in FOLDER as NAME, which clients give as `model`.
@@ -47,7 +54,7 @@ def load(door: FrontDoor, name: str, folder: Path, model: str | None, why: str) 
 
 @adapter.command(epilog="Example: commutator adapter unload sql")
 @click.argument("name")
-@_why
+@why_option
 @front_door_options
 def unload(door: FrontDoor, name: str, why: str) -> None:
     """Serve NAME no more; requests that have begun end with it."""
@@ -59,7 +66,7 @@ def unload(door: FrontDoor, name: str, why: str) -> None:
 
 
 @adapter.command("ls", epilog="Example: commutator adapter ls")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @front_door_options
 def list_adapters(door: FrontDoor, as_json: bool) -> None:
     """List the adapters that clients can ask for, and the models that they adapt."""
@@ -71,8 +78,8 @@ def list_adapters(door: FrontDoor, as_json: bool) -> None:
 
 
 def _set(door: FrontDoor, change: str, why: str) -> None:
-    body = {"tree": None, "sets": [change], "forget": False, "why": why, "source": ""}
-    report = door.administer("POST", f"{PATH}/apply", body | {"dry_run": False}, timeout_s=APPLY_S)
+    body = body_of((), [change], forget=False, why=why) | {"dry_run": False}
+    report = door.administer("POST", f"{PATH}/apply", body, timeout_s=APPLY_S)
     show_report(report)
     if report["accepted"]:
         wait_for(door, report["generation"], _WAIT_S, as_json=False)

@@ -31,11 +31,11 @@ _files = click.argument(
     nargs=-1,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _forget = click.option(
     "--forget-changes", is_flag=True, help="Drop values that were set by --set before."
 )
-_why = click.option("--why", default="", metavar="TEXT", help="The reason, for the history.")
+why_option = click.option("--why", default="", metavar="TEXT", help="The reason, for the history.")
 _wait_s = click.option(
     "--timeout",
     "timeout_s",
@@ -53,11 +53,11 @@ _wait_s = click.option(
 @_files
 @set_option
 @_forget
-@_why
+@why_option
 @click.option("--dry-run", is_flag=True, help="Check it and show what it would change.")
 @click.option("--wait", is_flag=True, help="Show the progress, and wait until it runs completely.")
 @_wait_s
-@_json
+@json_option
 @front_door_options
 def apply(
     door: FrontDoor,
@@ -80,7 +80,7 @@ def apply(
     """
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
-    body = _body(files, sets, forget=forget_changes, why=why) | {"dry_run": dry_run}
+    body = body_of(files, sets, forget=forget_changes, why=why) | {"dry_run": dry_run}
     report = door.administer("POST", f"{PATH}/apply", body, timeout_s=APPLY_S)
     if as_json and not wait:
         click.echo(json.dumps(report, indent=2))
@@ -105,7 +105,7 @@ def apply(
 @_files
 @set_option
 @_forget
-@_json
+@json_option
 @front_door_options
 def diff(
     door: FrontDoor,
@@ -123,7 +123,7 @@ def diff(
     """
     if not files and not sets and not forget_changes:
         raise click.UsageError("name a FILE, --set PATH=VALUE or --forget-changes")
-    body = _body(files, sets, forget=forget_changes, why="")
+    body = body_of(files, sets, forget=forget_changes, why="")
     report = door.administer("POST", f"{PATH}/diff", body, timeout_s=APPLY_S)
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -143,7 +143,7 @@ def rollout() -> None:
 @rollout.command(epilog="Example: commutator rollout status --wait")
 @click.option("--wait", is_flag=True, help="Show the progress, and wait until it runs completely.")
 @_wait_s
-@_json
+@json_option
 @front_door_options
 def status(door: FrontDoor, wait: bool, timeout_s: float, as_json: bool) -> None:
     """Show the present generation, and each worker that is not as it is wanted.
@@ -161,7 +161,7 @@ def status(door: FrontDoor, wait: bool, timeout_s: float, as_json: bool) -> None
 
 def _changing(name: str, text: str) -> Callable[..., None]:
     @rollout.command(name, help=text, epilog=f"Example: commutator rollout {name}")
-    @_json
+    @json_option
     @front_door_options
     def command(door: FrontDoor, as_json: bool) -> None:
         found = door.administer("POST", f"{PATH}/{name}", {})
@@ -180,10 +180,10 @@ resume = _changing("resume", "Go on with what was paused.")
 
 @rollout.command(epilog="Example: commutator rollout undo --to 3 --wait")
 @click.option("--to", type=click.IntRange(min=1), metavar="N", help="The generation to go back to.")
-@_why
+@why_option
 @click.option("--wait", is_flag=True, help="Show the progress, and wait until it runs completely.")
 @_wait_s
-@_json
+@json_option
 @front_door_options
 def undo(
     door: FrontDoor, to: int | None, why: str, wait: bool, timeout_s: float, as_json: bool
@@ -204,7 +204,7 @@ def undo(
 
 
 @rollout.command(epilog="Example: commutator rollout history")
-@_json
+@json_option
 @front_door_options
 def history(door: FrontDoor, as_json: bool) -> None:
     """List the last generations: who changed what should run, when and why."""
@@ -221,7 +221,9 @@ def history(door: FrontDoor, as_json: bool) -> None:
     print_table(rows)
 
 
-def _body(files: Sequence[Path], sets: Sequence[str], *, forget: bool, why: str) -> dict[str, Any]:
+def body_of(
+    files: Sequence[Path], sets: Sequence[str], *, forget: bool, why: str
+) -> dict[str, Any]:
     """A configuration as the deployment reads it: each value with where it was written.
 
     Raises ConfigError for files that cannot be read.
