@@ -26,7 +26,6 @@ from commutator.contract.request import AdapterIdentity, GenerateRequest
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
-    CommutatorError,
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
@@ -402,8 +401,9 @@ class HttpEngineClient(EngineClient):
             self._adapters[adapter.digest] = loading
         try:
             await asyncio.shield(loading)
-        except CommutatorError:
-            self._adapters.pop(adapter.digest, None)
+        except Exception:
+            if self._adapters.get(adapter.digest) is loading:  # the next request tries again
+                del self._adapters[adapter.digest]
             raise
 
     async def _load_adapter(self, adapter: AdapterIdentity) -> None:
