@@ -73,7 +73,7 @@ async def open_server(
 
 
 def gate_of(config: GrpcServerConfig, services: FrontendServices) -> Gate:
-    """Who is let in: the front door's gate, and whoever has a key of the door."""
+    """The front door's gate, which also lets in whoever has a key of this door."""
     if not config.api_keys:
         return services.gate
     keys = StaticKeys([secret.reveal() for secret in config.api_keys])
